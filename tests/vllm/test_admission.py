@@ -159,6 +159,22 @@ def test_a_preempted_answer_whose_prompt_was_evicted_is_linked_again(answering):
     assert step(scheduler, request, TOKENS, 2 * TEXT).links
 
 
+def test_a_preempted_answer_whose_prompt_was_evicted_and_whose_image_is_gone_says_so(make):
+    """The frontend compiles the image again and goes on behind what was answered."""
+    scheduler = make()
+    request = scheduler.link("a", image=True)
+    external = scheduler.decided(request)
+    scheduler.admission.admitted(request, external)
+    scheduler.admission.manager.cache_blocks = lambda *_: None
+    assert step(scheduler, request, external, 2 * TEXT).links
+    scheduler.host._budget = 0  # others need the memory
+    scheduler.admission.executed(StepReport(placed={"a": 0.1}))
+    assert scheduler.admission.report("a")["mpic"]["error"] is None
+    (scheduler.folder / "a.kv").unlink()
+    until(lambda: scheduler.admission.claim(request, 0) is None and scheduler.tracked(request).fault)
+    assert scheduler.admission.finished(request)[1]["mpic"]["error"] == "missing"
+
+
 def test_a_step_without_work_waits_for_files_and_for_nothing_else(answering, slow_disk, monkeypatch):
     scheduler, _ = answering
     waits = Mock(wraps=scheduler.host.wait)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -104,7 +106,7 @@ def test_an_engine_whose_links_differ_from_a_plain_prefill_is_refused(bench, mon
     def damaged(path, made, *args):
         write(path, ChunkKV(made.key, made.inputs, made.kv * 1.5), *args)
 
-    monkeypatch.setattr("mpic.engine.vllm.frontend.compiler.write", damaged)
+    monkeypatch.setattr("mpic.engine.vllm.frontend.spool.write", damaged)
     with pytest.raises(ModelRefused, match="does not give what a plain prefill gives"):
         link_test(bench.engine.model, bench.engine.submit)
 
@@ -116,7 +118,7 @@ def test_an_engine_that_computes_a_chunk_instead_of_linking_it_is_refused(bench,
         write(path, made, *args)
         path.write_bytes(path.read_bytes()[:-1])
 
-    monkeypatch.setattr("mpic.engine.vllm.frontend.compiler.write", cut_off)
+    monkeypatch.setattr("mpic.engine.vllm.frontend.spool.write", cut_off)
     with pytest.raises(ModelRefused, match=r"0 of 45 tokens.*corrupt"):
         link_test(bench.engine.model, bench.engine.submit)
 
@@ -313,6 +315,62 @@ def test_a_full_store_costs_no_answer(bench, monkeypatch):
     monkeypatch.undo()
     kept = bench.ask(prompt, "reuse", user="another", ignore_eos=True)
     assert bench.file_of(chunk).exists() and answer.token_ids == kept.token_ids
+
+
+def test_a_prompt_whose_images_exceed_the_users_room_in_the_store_is_answered(bench, monkeypatch):
+    """Each of them that is saved evicts another one."""
+    monkeypatch.setattr(
+        bench.engine.compiler, "_slots", asyncio.Semaphore(1)
+    )  # so that none is saved beside another
+    found = bench.prompt("IMAGE#BEACH IMAGE#PARTY IMAGE#MAP7 How many shapes do you see?")
+    own = lambda part: (
+        replace(part, chunk=replace(part.chunk, owner="crowded")) if hasattr(part, "chunk") else part
+    )
+    prompt = Prompt(tuple(map(own, found.segments)))
+    bench.engine.compile(found.chunks[0]).result(60)
+    size = bench.file_of(found.chunks[0]).stat().st_size
+    bench.library.set_quota("crowded", disk=size + size // 2)
+    failures = bench.counters().get("load_failures", 0)
+    met = bench.ask(prompt, "reuse", user="crowded")
+    assert all((use.tier, use.reused) == ("compiled", use.tokens) for use in met.usage.chunks)
+    assert whole(met.usage) and met.token_ids == bench.ask(found, "reuse", user="roomy").token_ids
+    assert sum(bench.file_of(chunk).exists() for chunk in prompt.chunks) == 1
+    assert bench.counters()["load_failures"] == failures + 1
+
+
+@pytest.mark.parametrize("policy", ["mpic-16", "packet"])
+def test_an_answer_whose_image_is_lost_when_it_is_preempted_goes_on_as_if_it_had_not_been(
+    bench, monkeypatch, policy
+):
+    prompt = bench.prompt("IMAGE#BEACH FILE#VERA How many shapes do you see?")
+    asked = {"tokens": 12, "ignore_eos": True, "logprobs": 1}
+    expected = bench.ask(prompt, policy, user="undisturbed", **asked)
+    generate, orders = bench.engine.client.generate, []
+
+    async def preempted(given, params):
+        """Plays what vLLM says when a link that is preempted after three tokens finds that a file has gone."""
+        cut, number = params.max_tokens > 1 and not orders, 0
+        orders.extend([given] if params.max_tokens > 1 else [])
+        async with aclosing(generate(given, params)) as outputs:
+            async for output in outputs:
+                yield output
+                number += 1
+                if cut and number == 3:
+                    break
+        if cut:
+            bench.file_of(prompt.chunks[0], parse_policy(policy).wrapping).unlink()
+            output.outputs = [SimpleNamespace(token_ids=[], finish_reason="error", logprobs=None)]
+            output.kv_transfer_params = {"mpic": {"error": "missing", "message": "it does not exist"}}
+            yield output
+
+    monkeypatch.setattr(bench.engine.client, "generate", preempted)
+    met = bench.ask(prompt, policy, user="preempted", **asked)
+    assert met.token_ids == expected.token_ids and met.text == expected.text
+    for a, b in zip(met.logprobs, expected.logprobs, strict=True):
+        assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
+    assert len(orders) == 2 and len(orders[1].ids) == len(orders[0].ids) + 3
+    assert whole(met.usage) and met.usage.prompt_tokens == expected.usage.prompt_tokens
+    assert [use.tier for use in met.usage.chunks] == ["compiled", "disk"]
 
 
 @pytest.mark.parametrize("policy", ["mpic-16", "prefix"])

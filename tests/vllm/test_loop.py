@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -25,18 +26,28 @@ from mpic.engine.vllm.frontend import engine as module
 from mpic.engine.vllm.frontend.client import VLLMClient
 from mpic.engine.vllm.frontend.model import ModelDescription
 from mpic.engine.vllm.frontend.prompts import VLLMPrompt
-from mpic.errors import CompileFailed, EngineStopped, FileNotFound, NoAdapter, StorageFull
+from mpic.errors import (
+    CompileFailed,
+    DeletedMeanwhile,
+    EngineStopped,
+    FileNotFound,
+    MPICError,
+    NoAdapter,
+    OutOfMemory,
+    StorageFull,
+)
 from mpic.kv.chunk import ChunkInputs, KVKey, KVShape
 from mpic.link import BARE, Wrapping, parse_policy
 from mpic.packet.adapter import Adapter
 
 CHUNK = text_chunk(ids(3, 5))
+READ = exported.read_compiled
 
 
 class Stub:
     """Takes the place of ``VLLMClient``. A compile waits for ``go``."""
 
-    context, processor, dead = 1024, None, False
+    context, processor, dead, ending = 1024, None, False, False
     answer = make_tokenizer("llama").encode("abcdefgh", add_special_tokens=False)
 
     def __init__(self, *_: object) -> None:
@@ -56,13 +67,18 @@ class Stub:
         return VLLMPrompt(range(5), (), None)
 
     async def generate(self, prompt: VLLMPrompt, params: object) -> AsyncIterator[SimpleNamespace]:
-        """Answers a, b, c, ...; the first output has a report."""
+        """Answers a, b, c, ...; the first output has a report. While ``ending``, every answer is cut short."""
         fallback = self.fallbacks.pop(0) if self.fallbacks else []
         report = {"mpic": {"error": None, "fallback": fallback}}
         for i, token in enumerate(self.answer):
-            one = SimpleNamespace(token_ids=[token], finish_reason=None, logprobs=None)
+            cut = self.ending and i == 1
+            one = SimpleNamespace(
+                token_ids=[] if cut else [token], finish_reason="abort" if cut else None, logprobs=None
+            )
             rest = {"metrics": None, "num_cached_tokens": 0}
             yield SimpleNamespace(outputs=[one], kv_transfer_params=None if i else report, **rest)
+            if cut:
+                return
 
     async def execute(self, prompt: VLLMPrompt, order: object) -> None:
         self.compiles += 1
@@ -81,7 +97,7 @@ def engine(monkeypatch):
         monkeypatch.setattr(module, test, lambda *_: None)
     key = KVKey.of(CHUNK.owner, CHUNK.key, model.digest, model.recipe(BARE))
     made = make_chunk(key)
-    monkeypatch.setattr(exported, "read_compiled", lambda folder: (made.inputs, made.kv))
+    monkeypatch.setattr(exported, "read_compiled", lambda folder, **_: (made.inputs, made.kv))
     engine = module.VLLMEngine(EngineConfig(engine="vllm"), None, cpu=True)
     yield engine
     engine.client.go.set()
@@ -150,6 +166,78 @@ def test_a_chunk_that_was_computed_before_a_search_is_not_reported_as_reused_aft
     assert "recomputed" in {span.state for span in usage.trace}
 
 
+@pytest.fixture
+def interrupted(engine, monkeypatch):
+    """Lets vLLM answer two tokens a request and then, after each, miss a chunk's file, as often as ``times`` says;
+    ``asked`` has the prompts and parameters of its requests."""
+    seen = SimpleNamespace(times=1, asked=[])
+
+    async def generate(self, prompt, params):
+        seen.asked.append((list(prompt.ids), params))
+        begun = 2 * (len(seen.asked) - 1)
+        cut = len(seen.asked) <= seen.times
+        answer = [[token] for token in self.answer[begun : begun + 2 if cut else begun + params.max_tokens]]
+        for i, ids_ in enumerate([*answer, []] if cut else answer):
+            ends = cut and i == len(answer)
+            probabilities = [{token: SimpleNamespace(rank=1, logprob=-token)} for token in ids_]
+            one = SimpleNamespace(
+                token_ids=ids_, finish_reason="error" if ends else None, logprobs=probabilities
+            )
+            report = {
+                "mpic": {"error": "missing", "message": "gone"} if ends else {"error": None, "prefix_hit": 4}
+            }
+            metrics = SimpleNamespace(num_preemptions=1, scheduled_ts=1.0, queued_ts=1.0)
+            yield SimpleNamespace(
+                outputs=[one], kv_transfer_params=report, metrics=metrics, num_cached_tokens=0
+            )
+
+    monkeypatch.setattr(Stub, "generate", generate)
+    engine.client.go.set()
+    return seen
+
+
+@pytest.mark.timeout(30)
+def test_an_answer_whose_chunk_was_lost_when_it_was_preempted_goes_on_where_it_was(engine, interrupted):
+    prompt = prompt_of(ids(1, 9), CHUNK, ids(2, 3))
+    request = request_of(prompt, "reuse", 6, seed=7, logprobs=1, stop=("f",))
+    deltas = list(engine.submit(replace(request, trace=True)))
+    given = Stub.answer[:6]
+    assert "".join(delta.text for delta in deltas) == "abcde" and deltas[-1].finish_reason == "stop"
+    assert [one.token_id for delta in deltas for one in delta.logprobs] == given
+    (first, before), (second, after) = interrupted.asked
+    assert second == first + given[:2], "the answer so far is part of the prompt"
+    assert (before.max_tokens, after.max_tokens) == (6, 4) and before.seed != after.seed
+    usage = deltas[-1].usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.reused, usage.prefix_hit) == (17, 6, 5, 4)
+    assert usage.preemptions == 2 and usage.ttft_ms > 0
+    assert usage.trace[-1].end == 17
+    assert engine.client.compiles == 1, (
+        "the file was still there, and the request has a name of its own for it"
+    )
+
+
+@pytest.mark.timeout(30)
+def test_an_answer_that_was_taken_up_again_in_a_call_searches_and_goes_on(engine, interrupted):
+    found = text_chunk(ids(6, 5))
+    lookup = Lookup([0, 0], found)
+    lookup.opens, lookup.closes = "b", "c"
+    request = request_of(prompt_of(ids(1, 9), CHUNK, ids(2, 3)), "reuse", 5, seed=7)
+    usage = engine.submit(replace(request, retrieval=lookup)).result().usage
+    first, again, after = (tokens for tokens, _ in interrupted.asked)
+    assert len(lookup.calls) == 1 and again == first + Stub.answer[:2]
+    assert after[: len(again) + 1] == [*again, Stub.answer[2]] and str(found.token_ids)[1:-1] in str(after)
+    assert len({params.seed for _, params in interrupted.asked}) == 3
+    assert (usage.completion_tokens, usage.prompt_tokens) == (5, len(after) - 3)
+
+
+@pytest.mark.timeout(30)
+def test_an_answer_whose_chunks_are_lost_again_and_again_ends(engine, interrupted):
+    interrupted.times = 3
+    with pytest.raises(MPICError, match="gone"):
+        engine.submit(request_of(prompt_of(ids(1, 9), CHUNK, ids(2, 3)), "reuse", 8)).result()
+    assert len(interrupted.asked) == 2
+
+
 def test_an_engine_without_an_adapter_refuses_packets_and_does_not_offer_them(engine, monkeypatch):
     assert {"legolink-K"} == {"packet", "packet-K", "legolink-K"} & set(engine.policies())
     with pytest.raises(NoAdapter, match=r"model m has none.*mpic train packet --model"):
@@ -169,7 +257,7 @@ def test_a_packet_of_an_adapter_that_was_replaced_after_the_start_is_not_kept(en
     for header, reason in ((soft.header, None), (soft.header + 1, "another adapter")):
         given = bare.wrap(header, soft.trailer)
         monkeypatch.setattr(
-            exported, "read_compiled", lambda folder, given=given: (given, torch.zeros(3, 2, 2, 8, 4))
+            exported, "read_compiled", lambda *_, given=given, **__: (given, torch.zeros(3, 2, 2, 8, 4))
         )
         compiled = engine.compile(CHUNK, Wrapping(packet=True))
         if reason is None:
@@ -188,7 +276,7 @@ def test_an_upload_after_a_deletion_does_not_join_an_earlier_compile(engine):
     time.sleep(0.2)  # they have found the first compile
     engine.client.go.set()
     assert again.result(20) == third.result(20) == 5
-    with pytest.raises(CompileFailed, match="deleted"):
+    with pytest.raises(DeletedMeanwhile):
         first.result(20)
     assert engine.client.compiles == 2
     assert engine._store.find([engine.compiler.key(CHUNK, BARE)])
@@ -243,7 +331,7 @@ def test_the_sizes_of_chunks_are_forgotten_by_content_while_others_are_remembere
 
 def test_a_chunk_deleted_just_after_it_was_seen_to_exist_is_not_stored(engine):
     engine.client.go.set()
-    with pytest.raises(CompileFailed, match="deleted"):
+    with pytest.raises(DeletedMeanwhile):
         engine.compile(CHUNK, exists=lambda: engine.forget(CHUNK)).result(20)
     with pytest.raises(FileNotFound):
         engine.compile(CHUNK, exists=Mock(side_effect=FileNotFound("it was deleted")))
@@ -294,6 +382,69 @@ def test_deletions_without_end_take_no_more_memory_and_keep_salts_apart(engine, 
         engine.forget(text_chunk(ids(100 + number, 5)))
         assert len(engine._deleted_times) <= 4
     assert len(salts) == 21, "no salt of before a deletion is made again"
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), OSError(errno.ENOMEM, "no memory"), RuntimeError("can't start new thread")]
+)
+def test_a_compile_that_there_is_no_memory_for_may_be_tried_again(engine, monkeypatch, error):
+    engine.client.go.set()
+    monkeypatch.setattr(exported, "read_compiled", Mock(side_effect=error))
+    with pytest.raises(OutOfMemory):
+        engine.compile(CHUNK).result(20)
+
+
+def test_a_chunk_that_there_is_no_memory_to_store_may_be_compiled_again(engine, monkeypatch):
+    engine.client.go.set()
+    with monkeypatch.context() as short:
+        short.setattr(engine._store, "save", Mock(side_effect=MemoryError()))
+        with pytest.raises(OutOfMemory):
+            engine.compile(CHUNK).result(20)
+    assert engine.compile(CHUNK).result(20) == 5
+
+
+def test_a_chunk_that_is_gone_as_soon_as_it_is_stored_may_be_compiled_again(engine, monkeypatch):
+    """Its rows are deleted before its tombstone is set, and what is stored after them is dropped."""
+    engine.client.go.set()
+    monkeypatch.setattr(engine._store, "save", lambda made: None)
+    with pytest.raises(DeletedMeanwhile):
+        engine.compile(CHUNK).result(20)
+
+
+@pytest.mark.parametrize("code, kind", [("out_of_memory", OutOfMemory), ("storage_full", StorageFull)])
+def test_what_a_worker_lacks_is_the_error_of_a_compile_and_of_a_request(engine, monkeypatch, code, kind):
+    async def failing(self, prompt, params):
+        one = SimpleNamespace(token_ids=[], finish_reason="error", logprobs=None)
+        report = {"mpic": {"error": code, "message": "there is too little"}}
+        yield SimpleNamespace(outputs=[one], kv_transfer_params=report, metrics=None, num_cached_tokens=0)
+
+    monkeypatch.setattr(Stub, "generate", failing)
+    monkeypatch.setattr(Stub, "execute", VLLMClient.execute)
+    with pytest.raises(kind, match="there is too little"):
+        engine.compile(CHUNK).result(20)
+    with pytest.raises(kind, match="there is too little"):
+        engine.submit(request()).result()
+
+
+def test_what_vllm_gives_up_because_it_is_being_stopped_is_no_failure(engine, monkeypatch):
+    """A signal to all processes of the server reaches vLLM's first."""
+    monkeypatch.setattr(Stub, "execute", VLLMClient.execute)
+    engine.client.ending = True
+    with pytest.raises(EngineStopped):
+        engine.compile(CHUNK).result(20)
+    with pytest.raises(EngineStopped):
+        engine.submit(request()).result()
+
+
+@pytest.mark.timeout(30)
+def test_a_compile_ends_when_vllm_dies_while_its_chunk_is_written(engine, monkeypatch):
+    monkeypatch.setattr(exported, "read_compiled", READ)
+    engine.client.go.set()
+    compiled = engine.compile(CHUNK)
+    until(lambda: (task := engine.compiler._tasks.get(engine.compiler.key(CHUNK))) and task.computed)
+    monkeypatch.setattr(engine.client, "dead", True)
+    with pytest.raises(EngineStopped, match="died"):
+        compiled.result(20)
 
 
 SLOTS = 2
@@ -383,3 +534,38 @@ def test_those_who_leave_and_join_while_a_compile_ends_are_counted_as_users_of_i
         assert spooled.path.exists()
         engine.client.loop.call_soon_threadsafe(spooled.drop)
     until(lambda: not compiler.check())
+
+
+@pytest.mark.timeout(60)
+def test_closing_gives_up_compiles_that_wait_or_that_vllm_computes(engine, queue):
+    waiting = [queue(text_chunk(ids(number, 5))) for number in range(5)]
+    computing = [engine.compile(text_chunk(ids(100 + i, 5))) for i in range(SLOTS)]  # they join
+    engine.close()
+    assert not engine.client.go.is_set() and engine.client.compiles == SLOTS
+    for future in (*waiting, *computing):
+        with pytest.raises(EngineStopped):
+            future.result(20)
+
+
+@pytest.mark.timeout(60)
+def test_closing_waits_for_a_chunk_that_vllm_has_computed_and_keeps_it(engine, monkeypatch):
+    reading, read, made = threading.Event(), threading.Event(), exported.read_compiled
+
+    def slow(folder, **options):
+        reading.set()
+        assert read.wait(20)
+        return made(folder, **options)
+
+    monkeypatch.setattr(exported, "read_compiled", slow)
+    remove = engine._close_own
+    monkeypatch.setattr(engine, "_close_own", lambda: None)
+    engine.client.go.set()
+    compiled = engine.compile(CHUNK)
+    assert reading.wait(20)
+    closing = started(engine.close)
+    until(lambda: engine.compiler._closing)
+    read.set()
+    closing.join(20)
+    assert compiled.result(20) == 5
+    assert engine._store.find([engine.compiler.key(CHUNK, BARE)])
+    remove()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from mpic.engine.vllm.frontend.prompts import VLLMPrompt
+from mpic.engine.vllm.frontend.spool import SpooledFile
 from mpic.errors import MPICError
 from mpic.kv.chunk import Chunk, KVKey
 
@@ -19,28 +19,17 @@ class ChunkSize(NamedTuple):
     rotary_length: int
 
 
-class SpooledFile:
-    """A chunk file outside the store. It is removed when each of its ``users`` has dropped it once; they are counted
-    when its compile has ended (``CompileTask.end``)."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.users = path, 0
-
-    def drop(self) -> None:
-        self.users -= 1
-        if self.users <= 0:
-            self.path.unlink(missing_ok=True)
-
-
 class CompiledChunk(NamedTuple):
     """A compiled chunk.
 
     Args:
-        spooled: the chunk's file when the store did not keep it.
+        stored: True if the store has kept it.
+        spooled: the chunk's file outside the store: when the store did not keep it, or somebody needs an own file.
         unkept: the reason why the store did not keep it; None if the chunk was deleted meanwhile.
     """
 
     size: ChunkSize
+    stored: bool
     spooled: SpooledFile | None = None
     unkept: MPICError | None = None
 
@@ -53,7 +42,9 @@ class CompileTask:
         arrived: time at which the caller who began it arrived.
         waiting: callers that wait for it.
         started: True when it has left the queue.
+        computed: True when vLLM has done its part.
         cancelled: True when it was cancelled in the queue because nobody waited any more.
+        own_file: True if one of the callers needs a file outside the store.
         spooled: the chunk's file outside the store, once the callers are counted as its users.
     """
 
@@ -61,8 +52,14 @@ class CompileTask:
     arrived: float
     waiting: int = 0
     started: bool = False
+    computed: bool = False
     cancelled: bool = False
+    own_file: bool = False
     spooled: SpooledFile | None = None
+
+    def mark_computed(self) -> None:
+        """Records that vLLM has done its part. From now on the compile ends even if the engine is stopped meanwhile."""
+        self.computed = True
 
     def end(self) -> None:
         """Makes those who wait for the compile, which has ended, the users of the file."""
@@ -93,6 +90,7 @@ class LinkedChunk:
         stored: True if the store has its file, as far as is known.
         farther: the tier beyond the disk that alone has it, or None. vLLM's processes read files of the disk.
         spooled: its file outside the store.
+        own_file: True if its request needs a file outside the store, which nobody evicts.
         prompt: the chunk alone, rendered for its compile.
         packet: number of its tokens that an adapter adds.
         tier, reason, ms: as in ``mpic.engine.base.ChunkUse``; ``reason`` is why it was compiled or computed.
@@ -107,6 +105,7 @@ class LinkedChunk:
     stored: bool = False
     farther: str | None = None
     spooled: SpooledFile | None = None
+    own_file: bool = False
     prompt: VLLMPrompt | None = None
     packet: int = 0
     tier: str = "none"

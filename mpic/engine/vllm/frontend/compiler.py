@@ -4,37 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import shutil
 import threading
 import time
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from mpic.engine.accounting import oversized_chunk
+from mpic.engine.checks import as_failure
 from mpic.engine.tombstones import Tombstones
-from mpic.engine.vllm.frontend.chunks import ChunkSize, CompiledChunk, CompileTask, LinkedChunk, SpooledFile
+from mpic.engine.vllm.frontend.chunks import ChunkSize, CompiledChunk, CompileTask, LinkedChunk
 from mpic.engine.vllm.frontend.client import VLLMClient
 from mpic.engine.vllm.frontend.compiled import SPOOL, compute
 from mpic.engine.vllm.frontend.model import ModelDescription
 from mpic.engine.vllm.frontend.prompts import VLLMPrompt
-from mpic.errors import CompileFailed, CorruptFile, DeletedMeanwhile, MPICError, NotFound, OutOfMemory
+from mpic.engine.vllm.frontend.spool import Spool
+from mpic.errors import (
+    CompileFailed,
+    CorruptFile,
+    DeletedMeanwhile,
+    EngineStopped,
+    MPICError,
+    NotFound,
+    OutOfMemory,
+)
 from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKey, ChunkKV, KVKey
-from mpic.kv.file import write
 from mpic.kv.store import ChunkStore, StoredChunk
 from mpic.link import BARE, Policy, Wrapping
+from mpic.memory import is_exhaustion
 from mpic.model.load import DTYPES
 
 log = logging.getLogger(__name__)
 CONCURRENT_COMPILES = 8
 """Each holds a chunk's KV in memory until it is durable."""
 REMEMBERED_SIZES = 1 << 16
-SPOOLED_NAME = re.compile(r"[0-9a-f]{32}(?:\.safetensors)?")
 
 
 class ChunkCompiler:
@@ -53,9 +60,8 @@ class ChunkCompiler:
         self._tasks: dict[KVKey, CompileTask] = {}
         self._rechecks: dict[KVKey, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(CONCURRENT_COMPILES)
-        self._spool = store.root / SPOOL
-        self._spool.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._clear_spool()  # a crash may have left files
+        self._closing = False
+        self._spool = Spool(store.root / SPOOL)
         self.counters: Counter[str] = Counter()
 
     # ---- from any thread
@@ -124,19 +130,23 @@ class ChunkCompiler:
 
         Raises:
             StorageFull, StorageQuotaExceeded: it was compiled and cannot be stored.
-            CompileFailed: it was deleted meanwhile, or vLLM could not compile it.
+            DeletedMeanwhile: it was deleted before it was stored, or is not kept for another reason that may pass.
+            CompileFailed: vLLM could not compile it.
+            EngineStopped: the engine is being stopped, or vLLM has died.
         """
         key = self.key(chunk, wrapping)
         stored = await asyncio.to_thread(self._store.open, key)
         if stored is not None:
             return len(stored.inputs)
         compiled = await self._compiled(chunk, key, None, arrived)
-        if compiled.spooled is None:
+        if compiled.spooled is not None:
+            compiled.spooled.drop()
+        if compiled.stored:
             return compiled.size.tokens
-        compiled.spooled.drop()
         if self._tombstones.key_since(arrived, key):
             raise DeletedMeanwhile("the chunk was deleted before it was compiled")
-        raise compiled.unkept or CompileFailed("the chunk was not kept by the store")
+        # its rows go before its tombstone is set, and others may need its room at once
+        raise compiled.unkept or DeletedMeanwhile("the chunk was deleted or evicted as soon as it was stored")
 
     async def ensure(self, linked: Sequence[LinkedChunk], arrived: float) -> int:
         """Makes sure that all these chunks have files; returns how many tokens had to be compiled for that."""
@@ -191,13 +201,17 @@ class ChunkCompiler:
         """Compiles a chunk once for all places of a request that link it; returns its number of tokens."""
         began = time.monotonic()
         reason = users[0].reason or await asyncio.to_thread(self._store.missing_reason, key)
-        compiled = await self._compiled(users[0].chunk, key, users[0].prompt, arrived)
+        own_file = any(user.own_file for user in users)
+        compiled = await self._compiled(users[0].chunk, key, users[0].prompt, arrived, own_file)
         for user in users:
             user.reason, user.tier, user.prompt = reason, "compiled", None
-            user.stored, user.spooled = compiled.spooled is None, compiled.spooled
+            user.stored, user.spooled = compiled.stored, compiled.spooled
             user.rotary_length, user.ms = compiled.size.rotary_length, (time.monotonic() - began) * 1e3
         if compiled.spooled is not None:
             compiled.spooled.users += len(users) - 1
+        elif own_file:  # the compile was joined as it ended
+            for user in users:
+                self._hold(user)
         if compiled.size.tokens != users[0].tokens:
             raise CompileFailed(
                 f"a chunk came out of vLLM with {compiled.size.tokens} tokens, not {users[0].tokens}"
@@ -211,10 +225,20 @@ class ChunkCompiler:
 
     async def recheck(self, linked: LinkedChunk, code: str) -> None:
         """Reads a chunk's file again after vLLM could not use one of a request's files. A file that cannot be read
-        whole is moved aside by the store, and the chunk will be compiled again."""
-        if not await asyncio.to_thread(self._readable, linked):
+        whole is moved aside by the store, and the chunk will be compiled again. Whether it is or not, the request gets
+        a file of its own: in a store without room for all of its chunks, each that is saved evicts another one."""
+        linked.own_file = True
+        if not await asyncio.to_thread(self._readable, linked) or not self._hold(linked):
             linked.release()
             linked.stored, linked.reason, linked.tier = False, code, "none"
+
+    def _hold(self, linked: LinkedChunk) -> bool:
+        """Gives a chunk with a stored file a spooled one; returns False if that is impossible."""
+        try:
+            linked.spooled = linked.spooled or self._spool.hold(self._store.path(linked.key))
+        except OSError as error:
+            log.warning("chunk %s cannot be held: %s", linked.key.chunk, error)
+        return linked.spooled is not None
 
     def recheck_later(self, linked: LinkedChunk) -> None:
         """Reads a stored chunk's file again in the background after a request computed the chunk, because vLLM could
@@ -249,7 +273,7 @@ class ChunkCompiler:
         return False
 
     async def _compiled(
-        self, chunk: Chunk, key: KVKey, prompt: VLLMPrompt | None, arrived: float
+        self, chunk: Chunk, key: KVKey, prompt: VLLMPrompt | None, arrived: float, own_file: bool = False
     ) -> CompiledChunk:
         """Waits for the compile of a chunk. A compile under way is joined, unless the chunk was deleted between its
         start and this caller's arrival. Cancelling a caller does not cancel it, unless it is in the queue and nobody
@@ -259,10 +283,13 @@ class ChunkCompiler:
         ):
             await asyncio.wait([task.task])
         if task is None:
+            if self._closing:
+                raise EngineStopped("the engine was stopped")
             work = asyncio.create_task(self._compile(chunk, key, prompt, arrived))
             task = self._tasks[key] = CompileTask(work, arrived)
             work.add_done_callback(lambda done: self._tasks.pop(key).end())  # before any caller goes on
         task.waiting += 1
+        task.own_file |= own_file
         try:
             return await asyncio.shield(task.task)
         except asyncio.CancelledError:
@@ -282,25 +309,41 @@ class ChunkCompiler:
         folder = uuid.uuid4().hex
         try:
             async with self._slots:
-                self._tasks[key].started = True
+                task = self._tasks[key]
+                task.started = True
                 prompt = prompt or await self._render(chunk, key)
                 length = len(prompt.ids)
                 if length >= self._client.context:
                     raise oversized_chunk(length - sink, sink, self._client.context, length)
-                inputs, kv = await compute(self._client, self._store.root, folder, prompt, sink)
+                root, computed = self._store.root, task.mark_computed
+                inputs, kv = await compute(self._client, root, folder, prompt, sink, computed)
                 self._check(chunk, key, inputs)
                 self.counters["tokens_compiled"] += len(inputs)
-                path, unkept = await asyncio.to_thread(self._keep, ChunkKV(key, inputs, kv), arrived)
-                spooled = SpooledFile(path) if path is not None else None
+                made = ChunkKV(key, inputs, kv)
+                stored, unkept = await asyncio.to_thread(self._save, made, arrived)
+                spooled = None
+                if task.own_file or not stored:
+                    file = self._store.path(key) if stored else None
+                    spooled = await asyncio.to_thread(self._spool.write, made, file)
                 size = self._remember(key, len(inputs), inputs.rotary_length)
-                return CompiledChunk(size, spooled, unkept)
+                return CompiledChunk(size, stored, spooled, unkept)
         except MPICError:
             raise
         except OSError as error:
+            if is_exhaustion(error):
+                raise as_failure(error) from error
             raise CompileFailed(f"a compiled chunk could not be handed over: {error}") from error
+        except Exception as error:
+            raise as_failure(error) from error
         finally:
             self._tombstones.end(arrived)
-            await asyncio.to_thread(shutil.rmtree, self._spool / folder, ignore_errors=True)
+            await self._remove(self._spool.folder / folder)
+
+    async def _remove(self, folder: Path) -> None:
+        try:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        except RuntimeError:  # the system gives no thread; an error here would hide what the compile came to
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _check(self, chunk: Chunk, key: KVKey, inputs: ChunkInputs) -> None:
         """Raises CompileFailed for inputs that are not those of the chunk."""
@@ -311,22 +354,17 @@ class ChunkCompiler:
         if key.recipe.packet and not self._model.require_adapter().surrounds(inputs):
             raise CompileFailed("vLLM's workers have another adapter: its file was replaced after the start")
 
-    def _keep(self, made: ChunkKV, arrived: float) -> tuple[Path | None, MPICError | None]:
-        """Stores a chunk. Returns None; for a chunk that the store does not keep, returns its file in the spool and the
-        reason."""
-        unkept = None
-        if not self._tombstones.key_since(arrived, made.key):
-            try:
-                self._store.save(made)
-                if made.key in self._store.find([made.key]):
-                    return None, None
-            except MPICError as error:
-                log.warning("chunk %s could not be saved: %s", made.key.chunk, error)
-                self.counters["save_failures"] += 1
-                unkept = error
-        path = self._spool / f"{uuid.uuid4().hex}.safetensors"
-        write(path, made)
-        return path, unkept
+    def _save(self, made: ChunkKV, arrived: float) -> tuple[bool, MPICError | None]:
+        """Stores a chunk. Returns whether the store keeps it, and the reason if it cannot."""
+        if self._tombstones.key_since(arrived, made.key):
+            return False, None
+        try:
+            self._store.save(made)
+            return made.key in self._store.find([made.key]), None
+        except MPICError as error:
+            log.warning("chunk %s could not be saved: %s", made.key.chunk, error)
+            self.counters["save_failures"] += 1
+            return False, error
 
     async def _render(self, chunk: Chunk, key: KVKey) -> VLLMPrompt:
         """Returns a prompt of the chunk alone behind its sink tokens, or inside its adapter."""
@@ -337,21 +375,18 @@ class ChunkCompiler:
 
     def check(self) -> list[str]:
         """Returns the names of files and compiles that must not exist while nothing runs."""
-        return [path.name for path in self._spool.iterdir()] + [str(key.chunk) for key in self._tasks]
+        return self._spool.names() + [str(key.chunk) for key in self._tasks]
 
     async def close(self) -> None:
-        """Waits for the compiles and reads under way and empties the spool."""
+        """Waits for what vLLM has computed and for the reads under way, ends all other compiles, and empties the spool.
+        Compiles that are asked for later fail."""
+        self._closing = True
+        for task in self._tasks.values():
+            if not task.computed:
+                task.task.cancel()
         tasks = [*(task.task for task in self._tasks.values()), *self._rechecks.values()]
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._clear_spool()
-        with suppress(OSError):  # the folder is gone already, or holds files of others
-            self._spool.rmdir()
-
-    def _clear_spool(self) -> None:
-        """Removes the files that this class puts there, and no others."""
-        for path in self._spool.glob("*"):
-            if SPOOLED_NAME.fullmatch(path.name):
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        self._spool.close()
 
 
 def _beyond_the_disk(stored: StoredChunk | None) -> str | None:

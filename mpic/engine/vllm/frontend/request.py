@@ -21,7 +21,7 @@ from mpic.engine.checks import as_failure, check_extends
 from mpic.engine.detokenize import detokenize, detokenizer_for
 from mpic.engine.stream import DeltaStream
 from mpic.engine.trace import chunk_uses, trace
-from mpic.engine.vllm.frontend.client import VLLMClient, report_of
+from mpic.engine.vllm.frontend.client import VLLMClient, report_of, unfinished
 from mpic.engine.vllm.frontend.compiler import ChunkCompiler
 from mpic.engine.vllm.frontend.model import ModelDescription
 from mpic.engine.vllm.frontend.prepare import PreparedPrompt, PromptPreparer
@@ -94,6 +94,7 @@ class Request:
         self._prepared = runtime.preparer.prepare(spec.prompt.segments, spec.policy, salt, asked)
         self._max_tokens = runtime.preparer.room(self._prepared) if asked is None else asked
         self._in_prompt = 0  # generated tokens before the last insertion, which are in the prompt now
+        self._interrupted = 0  # requests to vLLM that ended before their answer did
         self._resumed = 0.0
 
     async def run(self) -> None:
@@ -136,8 +137,11 @@ class Request:
     # ---- generation
 
     async def _generate(self, again: bool = False) -> Progress:
-        """Makes one request to vLLM; returns the part of the answer with which it ends or the model makes a call."""
+        """Makes one request to vLLM; returns the part of the answer with which it ends or the model makes a call. When
+        it ends because of a chunk's file, ``again`` makes a second one, which generates what is left."""
         runtime, prepared = self._runtime, self._prepared
+        if len(self._generated) > self._in_prompt:
+            prepared = self._with_inserted(())
         prompt, order = prepared.plain, None
         if prompt is None:
             self._usage.compiled += await runtime.compiler.ensure(prepared.needed, self.arrived)
@@ -145,11 +149,11 @@ class Request:
             order = runtime.preparer.order(prepared)
             prompt = token_prompt(prepared.ids(), self._salt)
         params = self._params(order.params() if order is not None else None)
-        before, first_token = len(self._generated), 0.0
-        output, report, progress = None, {}, Progress(Delta(""))
+        first_token = 0.0
+        output, report, earlier, progress = None, {}, {}, Progress(Delta(""))
         async with aclosing(runtime.client.generate(prompt, params)) as outputs:
             async for output in outputs:
-                report = report_of(output) or report
+                earlier, report = report, report_of(output) or report
                 [completion] = output.outputs
                 if completion.token_ids and not first_token:
                     first_token = time.monotonic()
@@ -158,29 +162,37 @@ class Request:
                     break
                 if progress.delta.token_ids:
                     self.stream.put(progress.delta)
-        if report.get("error") in REPLACEABLE and not again and len(self._generated) == before:
-            log.warning("a chunk's file could not be used and is compiled again: %s", report.get("message"))
-            runtime.counters["load_failures"] += 1
-            for chunk in prepared.needed:
-                await runtime.compiler.recheck(chunk, report["error"])
+        ended = progress.reason is not None or progress.call is not None
+        if not ended and report.get("error") in REPLACEABLE and not again:
+            if first_token:  # it was preempted while it answered, and the file has gone since it was read
+                self._interrupted += 1
+                self._account(output, earlier, first_token, linked=True)
+            await self._recheck(prepared, report)
             return await self._generate(again=True)
-        if progress.reason is None and progress.call is None:
-            why = report.get("message") or "vLLM ended the request"
-            raise MPICError(f"the request could not be computed: {why}", reason=report.get("error"))
+        if not ended:
+            raise unfinished("the request could not be computed", output, report, MPICError)
         self._account(output, report, first_token, order is not None)
         if progress.call is not None:
             self.stream.put(progress.delta)
         return progress
 
+    async def _recheck(self, prepared: PreparedPrompt, report: dict[str, Any]) -> None:
+        """Has the chunks compiled again whose files cannot be used any more."""
+        log.warning("a chunk's file could not be used and is compiled again: %s", report.get("message"))
+        self._runtime.counters["load_failures"] += 1
+        for chunk in prepared.needed:
+            await self._runtime.compiler.recheck(chunk, report["error"])
+
     def _params(self, order: dict[str, Any] | None) -> SamplingParams:
         s, seed = self.spec.sampling, self.spec.sampling.seed
+        begun = len(self._usage.retrieval) + self._interrupted
         return SamplingParams(
             max_tokens=self._max_tokens - len(self._generated),
             temperature=s.temperature,
             top_p=s.top_p,
             top_k=s.top_k,
-            # a request that goes on after a search must not draw the same numbers once more
-            seed=None if seed is None else (seed + len(self._usage.retrieval)) & ((1 << 63) - 1),
+            # a request that goes on must not draw the same numbers once more
+            seed=None if seed is None else (seed + begun) & ((1 << 63) - 1),
             logprobs=s.logprobs,
             ignore_eos=s.ignore_eos,
             stop_token_ids=[] if s.ignore_eos else sorted(self._runtime.model.eos),
@@ -228,7 +240,7 @@ class Request:
     def _account(
         self, output: RequestOutput, report: dict[str, Any], first_token: float, linked: bool
     ) -> None:
-        """Adds the report of a finished vLLM request to the usage; the times are those of the first one."""
+        """Adds the report of a vLLM request that has ended to the usage; the times are those of the first one."""
         usage, prepared = self._usage, self._prepared
         for number, code in report.get("fallback") or ():
             chunk = prepared.needed[number]
