@@ -23,6 +23,7 @@ from mpic.config import EngineConfig
 from mpic.engine.vllm.frontend import compiled as exported
 from mpic.engine.vllm.frontend import compiler as compiling
 from mpic.engine.vllm.frontend import engine as module
+from mpic.engine.vllm.frontend import spool
 from mpic.engine.vllm.frontend.client import VLLMClient
 from mpic.engine.vllm.frontend.model import ModelDescription
 from mpic.engine.vllm.frontend.prompts import VLLMPrompt
@@ -231,6 +232,13 @@ def test_an_answer_that_was_taken_up_again_in_a_call_searches_and_goes_on(engine
 
 
 @pytest.mark.timeout(30)
+def test_a_file_system_without_hard_links_costs_a_compile_and_no_answer(engine, interrupted, monkeypatch):
+    monkeypatch.setattr(spool.os, "link", Mock(side_effect=OSError(errno.EPERM, "there are none")))
+    answer = engine.submit(request_of(prompt_of(ids(1, 9), CHUNK, ids(2, 3)), "reuse", 6)).result()
+    assert answer.token_ids == tuple(Stub.answer[:6]) and engine.client.compiles == 2
+
+
+@pytest.mark.timeout(30)
 def test_an_answer_whose_chunks_are_lost_again_and_again_ends(engine, interrupted):
     interrupted.times = 3
     with pytest.raises(MPICError, match="gone"):
@@ -392,6 +400,20 @@ def test_a_compile_that_there_is_no_memory_for_may_be_tried_again(engine, monkey
     monkeypatch.setattr(exported, "read_compiled", Mock(side_effect=error))
     with pytest.raises(OutOfMemory):
         engine.compile(CHUNK).result(20)
+
+
+def test_a_compile_succeeds_although_no_thread_can_be_started_to_clean_up_behind_it(engine, monkeypatch):
+    run = asyncio.to_thread
+
+    async def crowded(work, *args, **options):
+        if work is compiling.shutil.rmtree:
+            raise RuntimeError("can't start new thread")
+        return await run(work, *args, **options)
+
+    monkeypatch.setattr(compiling.asyncio, "to_thread", crowded)
+    engine.client.go.set()
+    assert engine.compile(CHUNK).result(20) == 5
+    until(lambda: not engine.compiler.check())
 
 
 def test_a_chunk_that_there_is_no_memory_to_store_may_be_compiled_again(engine, monkeypatch):
