@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpic.imaging.processing import changed_settings, image_text
 from mpic.kv.chunk import KVShape, digest
 
 VERIFIED = frozenset({
@@ -85,8 +86,17 @@ def _without_dtype(config: dict[Any, Any]) -> dict[str, Any]:
     }
 
 
+_IN_TILES = (600, 300)
+"""The width and height of an image that every processor which cuts images cuts into two tiles or more."""
+
+
 def preprocessing_digest(processor: Any) -> str:
-    """Returns a digest of a processor's (or tokenizer's) tokenizer and image processor; part of every recipe."""
+    """Returns a digest of a processor's (or tokenizer's) tokenizer, its image processor, the settings that it has for
+    that one, and what it puts between the tokens of an image; part of every recipe.
+
+    Raises:
+        ModelRefused: it does not say what it puts into a prompt for an image.
+    """
     parts = []
     tokenizer = getattr(processor, "tokenizer", processor)
     if tokenizer is not None:
@@ -96,6 +106,11 @@ def preprocessing_digest(processor: Any) -> str:
     if image_processor is not None:
         parts.append(type(image_processor).__name__)
         parts.append(json.dumps(image_processor.to_dict(), sort_keys=True, default=str))
+        # nothing is added for most models, so that their chunks of earlier releases, which ignored both, stay valid
+        if changed := changed_settings(processor):
+            parts.append(json.dumps(changed, sort_keys=True, default=str))
+        if between := image_text(processor, _IN_TILES)[1]:
+            parts.append(between)
     return digest(*parts)
 
 

@@ -1,8 +1,8 @@
 """The load-time self-test with an image, because no list of families can foresee how a model lays out its images.
 
 A prompt of two images between texts is run once by the stock model, called with token ids and pixel values, and once as
-a step in which each image has its own extent. The tokens that the model's processor puts into a prompt for one image
-must be those of a chunk: its image tokens and nothing between them.
+a step in which each image has its own extent. Before that, the model's processor is asked what it puts into a prompt
+(``image_structure``).
 """
 
 from __future__ import annotations
@@ -13,9 +13,15 @@ from functools import partial
 import torch
 from PIL import Image
 
-from mpic.errors import ModelRefused
+from mpic.imaging.processing import process_images
 from mpic.kv.chunk import ChunkInputs
 from mpic.model.bidirectional import token_types, types_name
+from mpic.model.image_structure import (
+    gradient,
+    refuse_other_tokens,
+    refuse_structure,
+    sizes_to_encode,
+)
 from mpic.model.loaded import LoadedModel
 from mpic.model.selftest import Segments, as_step, compare, stock_attention
 from mpic.model.structure import RowInputs, plain_ids
@@ -31,14 +37,13 @@ def image_self_test(loaded: LoadedModel) -> float:
     Raises:
         ModelRefused: the logits differ, or the model's images cannot be linked.
     """
-    gradient = Image.linear_gradient("L")
-    images = [gradient.resize(size).convert("RGB") for size in ((64, 48), (40, 64))]
 
     def logits() -> tuple[torch.Tensor, torch.Tensor]:
-        _refuse_structure(loaded, images[0])
-        return linked(
-            loaded, [loaded.image_inputs(image) for image in images], partial(_stock, images=images)
-        )
+        refuse_structure(loaded)
+        images = [gradient(size) for size in sizes_to_encode(loaded)]
+        chunks = [loaded.image_inputs(image) for image in images]
+        refuse_other_tokens(loaded, images, chunks)
+        return linked(loaded, chunks, partial(_stock, images=images))
 
     failed = f"{loaded.config.model_type}: its images cannot be linked"
     why = "it lays its images out, or attends to them, in another way"
@@ -83,7 +88,7 @@ def prompt_of(loaded: LoadedModel, chunks: Sequence[ChunkInputs]) -> tuple[RowIn
 
 
 def _stock(loaded: LoadedModel, ids: torch.Tensor, images: list[Image.Image]) -> torch.Tensor:
-    made = dict(loaded.processor.image_processor(images=images, return_tensors="pt"))
+    made = dict(process_images(loaded.processor, images)[0])
     extra = {k: v.to(loaded.device) if isinstance(v, torch.Tensor) else v for k, v in made.items()}
     if isinstance(extra.get("pixel_values"), torch.Tensor):
         extra["pixel_values"] = extra["pixel_values"].to(loaded.dtype)
@@ -92,17 +97,3 @@ def _stock(loaded: LoadedModel, ids: torch.Tensor, images: list[Image.Image]) ->
         extra[name] = token_types(loaded.scope, ids == loaded.image_token_id)[None].to(loaded.device)
     with stock_attention(loaded):
         return loaded.model(input_ids=ids[None].to(loaded.device), **extra, use_cache=False).logits[0].float()
-
-
-def _refuse_structure(loaded: LoadedModel, image: Image.Image) -> None:
-    """Raises ModelRefused if the processor puts other tokens between those of one image (row breaks, tile markers)."""
-    processor, token = loaded.processor, getattr(loaded.processor, "image_token", None)
-    if loaded.tokenizer is None or not callable(processor) or not isinstance(token, str):
-        return
-    ids = processor(text=[token], images=[image], return_tensors="pt")["input_ids"][0].tolist()
-    places = [i for i, one in enumerate(ids) if one == loaded.image_token_id]
-    if not places or len(places) != places[-1] - places[0] + 1:
-        raise ModelRefused(
-            f"{loaded.config.model_type}: its processor puts other tokens between those of an image "
-            "(row breaks or tile markers), which a chunk cannot hold yet"
-        )

@@ -22,6 +22,7 @@ from mpic.errors import ModelRefused
 from mpic.model.dtype_choice import HALF, DtypeChoice, dtype_on_cpu, own_dtype
 from mpic.model.fused_proof import find_fused_step, prove_fused_step
 from mpic.model.image_selftest import image_self_test
+from mpic.model.image_structure import layout_note
 from mpic.model.loaded import LoadedModel
 from mpic.model.own_code import own_code
 from mpic.model.proofs import Proofs
@@ -108,6 +109,9 @@ def load_model(
     log.info("%s: self-test %s, relative error %.1e (%s)", name, proofs.summary, error, loaded.attention_name)
     if loaded.attention_note:
         log.warning("%s: decoding is slower than it could be: %s", name, loaded.attention_note)
+    if loaded.has_vision and (note := layout_note(loaded)):
+        log.warning("%s: %s", name, note)
+        loaded.info.details["image_layout_note"] = note
     loaded.info.details["dtype_note"] = chosen.note
     loaded.info.details["self_test"] = proofs.summary
     loaded.info.details["self_test_error"] = error

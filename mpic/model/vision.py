@@ -13,7 +13,9 @@ from torch import nn
 from mpic import memory
 from mpic.errors import UnsupportedModality
 from mpic.imaging.clips import Clip, Sample
+from mpic.imaging.processing import process_images
 from mpic.kv.chunk import ChunkInputs
+from mpic.model.bidirectional import Scope
 from mpic.model.clip_sampling import bytes_needed, metadata_of, sampler
 from mpic.model.info import ModelInfo
 from mpic.model.structure import inner_of
@@ -24,6 +26,7 @@ class VisionModel(Protocol):
 
     model: nn.Module
     processor: Any
+    tokenizer: Any
     config: Any
     info: ModelInfo
     device: torch.device
@@ -32,31 +35,37 @@ class VisionModel(Protocol):
     context_length: int
     image_token_id: int | None
     has_vision: bool
+    scope: Scope | None
     no_clips: str | None
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor: ...
 
 
 def image_inputs(model: VisionModel, image: Image.Image) -> ChunkInputs:
-    """Returns an image's own tokens (newline tokens included, start and end markers excluded), their embeddings,
-    DeepStack features and local rotary positions.
+    """Returns an image's own tokens (with what its processor puts between them, without what stands around them), their
+    embeddings, DeepStack features and local rotary positions.
 
     Raises:
-        UnsupportedModality: the model takes no images.
+        UnsupportedModality: the model takes no images, or its processor gives this one other tokens than its encoder.
     """
     if not model.has_vision or model.processor is None or model.image_token_id is None:
         raise UnsupportedModality(f"model {model.info.name} does not take images")
     inner = inner_of(model.model)
-    features = model.processor.image_processor(images=[image], return_tensors="pt")
-    given = _given(model, inner.get_image_features, features)
-    embeds, deepstack = _features(model, inner.get_image_features(**given))
-    n = embeds.shape[0]
-    ids = torch.full((n,), model.image_token_id, dtype=torch.int64)
-    positions, rotary_length = torch.arange(n)[None], n
+    made, texts = process_images(model.processor, [image])
+    given = _given(model, inner.get_image_features, made)
+    features, deep = _features(model, inner.get_image_features(**given))
+    ids = torch.full((len(features),), model.image_token_id, dtype=torch.int64)
+    if texts and model.tokenizer is not None:
+        ids = torch.tensor(image_tokens(model, texts[0]))
+    seen = ids == model.image_token_id
+    _refuse_tokens(model, len(features), len(ids), int(seen.sum()))
+    embeds, deepstack = _among_text(model, ids, seen, features, deep)
+    positions, rotary_length = torch.arange(len(ids))[None], len(ids)
     if model.mrope == 3:
-        kinds = torch.ones(1, n, dtype=torch.int32, device=model.device)
         grid, _ = inner.get_rope_index(
-            ids[None].to(model.device), kinds, image_grid_thw=given.get("image_grid_thw")
+            ids[None].to(model.device),
+            seen[None].to(model.device, torch.int32),
+            image_grid_thw=given.get("image_grid_thw"),
         )
         positions = grid[:, 0].cpu()
         rotary_length = int(positions.max()) + 1
@@ -67,6 +76,55 @@ def image_inputs(model: VisionModel, image: Image.Image) -> ChunkInputs:
         embeds.cpu(),
         None if deepstack is None else deepstack.cpu(),
     )
+
+
+def image_tokens(model: VisionModel, text: str) -> list[int]:
+    """Returns the token ids, from the first of an image's to the last, in what a processor puts into a prompt for
+    it."""
+    token = model.tokenizer.convert_ids_to_tokens(model.image_token_id)
+    first, last = text.find(token), text.rfind(token) + len(token)
+    if first < 0:
+        raise UnsupportedModality(
+            f"model {model.info.name}: its processor puts no {token} in place of an image"
+        )
+    inner = text[first:last]
+    between = inner.replace(token, "")
+    if not between:  # by far the most; a tokenizer takes its time for thousands of tokens
+        return [model.image_token_id] * (len(inner) // len(token))
+    return list(model.tokenizer(inner, add_special_tokens=False)["input_ids"])
+
+
+def _refuse_tokens(model: VisionModel, features: int, tokens: int, of_image: int) -> None:
+    """Raises UnsupportedModality if a processor gives an image other tokens than the model can take."""
+    if of_image != features:
+        raise UnsupportedModality(
+            f"model {model.info.name}: its processor gives the image {of_image} tokens, its encoder {features}"
+        )
+    if model.scope is not None and tokens != of_image:
+        raise UnsupportedModality(
+            f"model {model.info.name}: its image's tokens attend to each other in both directions, and its processor "
+            "puts other tokens between them"
+        )
+
+
+def _among_text(
+    model: VisionModel,
+    ids: torch.Tensor,
+    seen: torch.Tensor,
+    features: torch.Tensor,
+    deep: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns the embeddings of tokens, and DeepStack's for all of them: an encoder's for those that it has ``seen``,
+    and the table's, and zeros, for the others."""
+    if seen.all():
+        return features, deep
+    embeds = model.embed(ids).to(model.dtype)
+    embeds[seen.to(embeds.device)] = features
+    if deep is None:
+        return embeds, None
+    deepstack = deep.new_zeros(deep.shape[0], *embeds.shape)
+    deepstack[:, seen.to(deep.device)] = deep
+    return embeds, deepstack
 
 
 def clip_sampler(model: VisionModel) -> Sample:
@@ -99,13 +157,7 @@ def clip_inputs(model: VisionModel, clip: Clip) -> ChunkInputs:
     ids, kinds = made["input_ids"][0], made["mm_token_type_ids"][0]
     given = _given(model, inner.get_video_features, made)
     features, deep = _features(model, inner.get_video_features(**given))
-    seen = kinds == CLIP_TYPE
-    embeds = model.embed(ids).to(model.dtype)
-    embeds[seen.to(embeds.device)] = features
-    deepstack = None
-    if deep is not None:
-        deepstack = deep.new_zeros(deep.shape[0], *embeds.shape)
-        deepstack[:, seen.to(deep.device)] = deep
+    embeds, deepstack = _among_text(model, ids, kinds == CLIP_TYPE, features, deep)
     positions = _positions_and_next(model, inner, ids, kinds, made)
     return ChunkInputs(
         ids.to(torch.int64),

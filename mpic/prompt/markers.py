@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from PIL import Image
-
-from mpic.errors import ModelRefused
+from mpic.imaging.processing import image_text
 
 _SIZE = (64, 64)
 
@@ -20,14 +18,9 @@ def image_markers(processor: Any) -> tuple[str, str]:
     without a processor of images.
 
     Raises:
-        ModelRefused: the replacement has no token of an image.
+        ModelRefused: there is no replacement, or it has no token of an image.
     """
-    replace = getattr(processor, "replace_image_token", None)
-    if replace is None or getattr(processor, "image_processor", None) is None:
+    if getattr(processor, "image_processor", None) is None:
         return "", ""
-    inputs = processor.image_processor(images=[Image.new("RGB", _SIZE)], return_tensors="pt")
-    text = replace(inputs, image_idx=0)
-    [token, *_] = processor.tokenizer.convert_ids_to_tokens(list(processor.image_token_ids))
-    if token not in text:
-        raise ModelRefused(f"{type(processor).__name__} replaces an image by {text[:80]!r}, without {token}")
-    return text[: text.index(token)], text[text.rindex(token) + len(token) :]
+    before, _, after = image_text(processor, _SIZE)
+    return before, after

@@ -40,8 +40,11 @@ _TEXT_SETTINGS: dict[str, dict[str, Any]] = {
 """By family, settings that transformers' default configuration lacks, so that vLLM has a default of its own."""
 TRANSPOSED = ("qwen3_vl_moe",)
 """Families whose weights of experts are published transposed; transformers reads these, but does not write them so."""
-_IMAGE_SETTINGS: dict[str, dict[str, Any]] = {"mistral3": {"size": {"longest_edge": 32}}}
-"""By family, the form of the image processor's settings that vLLM reads."""
+_IMAGE_SETTINGS: dict[str, dict[str, Any]] = {
+    "mistral3": {"size": {"longest_edge": 32}},  # the form that vLLM reads
+    "cohere2_vision": {"patch_size": 2},  # tokens along a side of a tile, which only the processor needs
+}
+"""By family, settings of the image processor that the first ones which the model takes lack."""
 _FIELDS = {
     "image": "<image>",
     "video": "<|video|>",
@@ -67,6 +70,9 @@ _FURTHER = {
     "fake_image_token": "<fake_token_around_image>",
     "global_image_token": "<global-img>",
     "end_of_utterance_token": "<end_of_utterance>",
+    "boi_token": "<|boi|>",
+    "eoi_token": "<|eoi|>",
+    "img_line_break_token": "<|IMG_LINE_BREAK|>",
 }
 """Tokens of processors whose ids no configuration has; they are the last ones of the vocabulary."""
 

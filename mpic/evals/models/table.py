@@ -25,6 +25,12 @@ with the same selection, its own masks and its own eager attention.
 - **not built**: no small instance could be made, so nothing is known.
 - **failed**: a wrong answer or a raw error. There must be none.
 
+**Images of a real model.** When a model is loaded, its whole processor is asked about images of several sizes. A chunk
+holds what the processor puts from the first token of an image to the last, with the breaks and labels between tiles. A
+model is refused if the text around them depends on the size, as in Aya Vision. Every image has the tokens that it has
+alone in a prompt. LLaVA-OneVision in transformers gives several images of one conversation fewer, because it cuts none
+of them into tiles; here each is cut, and `/health` says so (`image_layout_note`).
+
 **Inside vLLM.** The last column says what `make parity` found, with vLLM's version and the date: a tiny checkpoint of
 the family is served by `--engine vllm` on a CPU, which tests itself when it starts, and links the same prompt with text
 chunks, then, of an image-text class, with two images (`tests/vllm` checks some families instead). *Not in vLLM*: it has

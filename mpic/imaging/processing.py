@@ -1,0 +1,83 @@
+"""What a model's processor makes of images: the same as when transformers calls it with a prompt.
+
+A processor gives its image processor settings that this one does not have on its own: InternVL's cuts images into
+tiles, although the image processor by itself does not. Hence nothing else here calls an image processor directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from PIL import Image
+
+from mpic.errors import ModelRefused
+
+
+def process_images(processor: Any, images: Sequence[Any]) -> tuple[Mapping[str, Any], list[str]]:
+    """Returns the tensors that a processor makes of images, and the text that it puts in place of each image's token;
+    no texts for a processor that has nothing but an image processor.
+
+    Args:
+        images: of one prompt each, or lists of those that share one.
+
+    Raises:
+        ModelRefused: the processor does not tell the text.
+    """
+    whole = getattr(processor, "_process_images", None)
+    if whole is None:
+        return processor.image_processor(images=images, return_tensors="pt"), []
+    try:
+        return whole(images, **image_settings(processor))
+    except NotImplementedError as error:
+        raise ModelRefused(
+            f"{type(processor).__name__} does not say what it puts into a prompt for an image"
+        ) from error
+
+
+def image_text(processor: Any, size: tuple[int, int]) -> tuple[str, str, str]:
+    """Returns the text that a processor puts into a prompt before the first token of an image of that width and height,
+    between its tokens, and behind the last; nothing for a processor that has nothing but an image processor.
+
+    Raises:
+        ModelRefused: the processor does not tell the text, or there is no token of an image in it.
+    """
+    _, texts = process_images(processor, [Image.new("RGB", size)])
+    if not texts:
+        return "", "", ""
+    [token, *_] = processor.tokenizer.convert_ids_to_tokens(list(processor.image_token_ids))
+    if token not in texts[0]:
+        raise ModelRefused(
+            f"{type(processor).__name__} replaces an image by {texts[0][:80]!r}, without {token}"
+        )
+    before, *inner, after = texts[0].split(token)
+    return before, "".join(inner), after
+
+
+def image_settings(processor: Any) -> dict[str, Any]:
+    """Returns the arguments with which a processor calls its image processor: defaults of the processor's class, which
+    win over the image processor's own settings, and what its tokenizer was made with."""
+    merge = getattr(processor, "_merge_kwargs", None)
+    if merge is None:
+        return {"return_tensors": "pt"}
+    made_with = getattr(getattr(processor, "tokenizer", None), "init_kwargs", {})
+    kinds = merge(processor.valid_processor_kwargs, tokenizer_init_kwargs=made_with, return_tensors="pt")
+    return dict(kinds["images_kwargs"])
+
+
+def changed_settings(processor: Any) -> dict[str, Any]:
+    """Returns those ``image_settings`` that change what the image processor makes with its own settings; none for most
+    processors. They are a part of what identifies a chunk."""
+    settings, own = image_settings(processor), processor.image_processor
+    if not settings.get("do_pan_and_scan"):  # Gemma 3 has sizes of crops that it does not make
+        settings = {key: value for key, value in settings.items() if not key.startswith("pan_and_scan_")}
+    taken = getattr(getattr(own, "valid_kwargs", None), "__annotations__", settings)
+    return {
+        key: value
+        for key, value in sorted(settings.items())
+        if key in taken and key not in _OF_ARRAYS and (value or None) != (getattr(own, key, None) or None)
+    }
+
+
+_OF_ARRAYS = ("return_tensors", "data_format")
+"""Settings that say how pixels are laid out in memory; models take one layout only."""
