@@ -9,10 +9,14 @@ row's result does not depend on the rows beside it, as it would if activations w
 The projection that expands the latents of multi-head latent attention stays plain: its weight is absorbed into queries
 and outputs (``latent.py``), and a layer that could not do so would have to keep every head's keys and values. It is
 a small part of the weights, 0.4 % in DeepSeek-V2-Lite and 0.2 % in DeepSeek-V3.
+
+The experts of a mixture stay plain, too: transformers keeps those of a layer in two tensors, outside of linear layers.
+A model that consists of experts for the most part is refused.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -21,6 +25,8 @@ from torch import nn
 from mpic.errors import ModelRefused
 from mpic.model.identity import remember_weights
 from mpic.model.structure import text_model_of
+
+log = logging.getLogger(__name__)
 
 GROUP = 32
 """Inputs that share a scale in ``int4``."""
@@ -104,36 +110,75 @@ def quantize_weights(model: nn.Module, method: str) -> dict[str, int | str]:
 
     Returns:
         What ``/health`` says of it: the method, how many layers were replaced, how many stay because their sizes do not
-        fit torch's layout, how many because they expand latents, and the bytes of all weights before and after.
+        fit torch's layout, how many because they expand latents, how many other weights stay plain and their bytes,
+        and the bytes of all weights before and after.
 
     Raises:
-        ModelRefused: no layer can be replaced.
+        ModelRefused: no layer can be replaced, or most weights of the decoder are not those of linear layers.
     """
     kind, before = {"int8": Int8Linear, "int4": Int4Linear}[method], weight_bytes(model)
-    remember_weights(model)  # what was trained with the plain weights still fits
-    replaced = kept = plain = 0
-    for parent in list(text_model_of(model).layers.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is not nn.Linear:
-                continue
-            if name == LATENTS:
-                plain += 1
-                continue
-            if method == "int4" and (child.in_features % GROUP or child.out_features % BLOCK):
-                kept += 1
-                continue
-            setattr(parent, name, kind(child))
-            replaced += 1
-    if not replaced:
+    layers = text_model_of(model).layers
+    fitting, latents, kept = _linears(layers, method)
+    others = _other_weights(layers)
+    if not fitting:
         raise ModelRefused(f"quantize = {method}: no linear layer of the decoder can be replaced")
+    other_bytes = sum(one.nbytes for one in others)
+    if other_bytes > sum(getattr(parent, name).weight.nbytes for parent, name in fitting):
+        raise ModelRefused(
+            f"quantize = {method}: most weights of the decoder ({other_bytes:,} bytes) are not those of linear layers "
+            "but, for example, of a mixture's experts, which stay plain: load a checkpoint that is quantised already"
+        )
+    if others:
+        log.warning(
+            "quantize = %s: %d weights of the decoder (%s bytes) are not those of linear layers and stay plain",
+            method,
+            len(others),
+            f"{other_bytes:,}",
+        )
+    remember_weights(model)  # what was trained with the plain weights still fits
+    for parent, name in fitting:
+        setattr(parent, name, kind(getattr(parent, name)))
     return {
         "method": method,
-        "layers": replaced,
+        "layers": len(fitting),
         "layers_not_quantized": kept,
-        "layers_of_latents": plain,
+        "layers_of_latents": latents,
+        "other_weights": len(others),
+        "other_bytes": other_bytes,
         "bytes_before": before,
         "bytes": weight_bytes(model),
     }
+
+
+def _linears(layers: nn.Module, method: str) -> tuple[list[tuple[nn.Module, str]], int, int]:
+    """Returns the linear layers that can be replaced, each by its parent and its name there, the number of those that
+    expand latents, and that of those whose sizes do not fit."""
+    fitting: list[tuple[nn.Module, str]] = []
+    latents = kept = 0
+    for parent in layers.modules():
+        for name, child in parent.named_children():
+            if type(child) is not nn.Linear:
+                continue
+            if name == LATENTS:
+                latents += 1
+            elif method == "int4" and (child.in_features % GROUP or child.out_features % BLOCK):
+                kept += 1
+            else:
+                fitting.append((parent, name))
+    return fitting, latents, kept
+
+
+def _other_weights(layers: nn.Module) -> list[nn.Parameter]:
+    """Returns the matrices of a decoder that are not those of linear layers or embeddings: of routers and experts, but
+    not the small ones of convolutions and the like."""
+    found = {
+        id(one): one
+        for module in layers.modules()
+        if type(module) is not nn.Linear and not isinstance(module, nn.Embedding)
+        for one in module.parameters(recurse=False)
+        if one.ndim >= 2 and one.is_floating_point() and min(one.shape[-2:]) >= GROUP
+    }
+    return list(found.values())
 
 
 def weight_bytes(model: nn.Module) -> int:

@@ -111,6 +111,31 @@ def test_projections_that_expand_latents_stay_plain_and_are_counted(method):
     assert quantize_weights(make_model("llama")[0], method)["layers_of_latents"] == 0
 
 
+def mixture(experts: int) -> nn.Module:
+    sizes = {**TEXT, "head_dim": 32, "moe_intermediate_size": 64, "num_experts": experts}
+    return tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**sizes, num_experts_per_tok=1, decoder_sparse_step=3))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_experts_stay_plain_which_the_details_and_a_warning_say(method, caplog):
+    model = mixture(2)
+    found = quantize_weights(model, method)
+    experts = model.model.layers[2].mlp.experts
+    assert found["other_weights"] == 2
+    assert found["other_bytes"] == experts.gate_up_proj.nbytes + experts.down_proj.nbytes
+    assert "2 weights of the decoder" in caplog.text
+    assert quantize_weights(make_model("llama")[0], method)["other_weights"] == 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_mixture_that_consists_of_experts_for_the_most_part_is_refused_and_left_as_it_is(method):
+    model = mixture(64)
+    before = fingerprint(model)
+    with pytest.raises(ModelRefused, match="of a mixture's experts, which stay plain"):
+        quantize_weights(model, method)
+    assert fingerprint(model) == before
+
+
 def test_a_model_without_linear_layers_is_refused():
     text = {**TEXT, "hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 5}
     model = tf.LlamaForCausalLM(tf.LlamaConfig(**{**text, "intermediate_size": 40}))
