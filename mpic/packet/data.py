@@ -79,7 +79,8 @@ def read(path: Path) -> Iterator[list[dict[str, Any]]]:
         TrainingDataError: the file cannot be read, or a line has neither form.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # str.splitlines would also cut at separators that may stand in a JSON text, such as U+2028
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise TrainingDataError(f"cannot read {path}: {error}") from error
     for number, line in enumerate(lines, 1):

@@ -160,6 +160,15 @@ def test_prompts_come_from_a_file_or_the_generator_and_a_bad_file_is_named(tiny,
         list(read(tmp_path / "none.jsonl"))
 
 
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\u0085"], ids=ascii)
+def test_a_line_of_training_data_ends_at_a_line_feed_alone(separator, tmp_path):
+    data = tmp_path / "data.jsonl"
+    text = f"one{separator}two"
+    line = json.dumps({"messages": [{"role": "user", "content": text}]}, ensure_ascii=False)
+    data.write_text(f"{line}\n\n{line}\r\n", encoding="utf-8")
+    assert [messages[0]["content"] for messages in read(data)] == [text, text]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
