@@ -262,7 +262,7 @@ def test_a_lost_document_is_computed_in_place_as_the_usage_says_and_compiled_by_
     for a, b in zip(met.logprobs, expected.logprobs):
         assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
     idle(bench)
-    until(lambda: not bench.engine.compiler._rechecks)
+    until(lambda: not bench.engine.compiler.files.rechecks)
     assert bench.counters()["load_failures"] == failures + 1
     second, third = (bench.ask(prompt, policy, user=user) for user in ("second", "third"))
     for answer, outcome in ((second, ("compiled", "corrupt")), (third, ("disk", None))):

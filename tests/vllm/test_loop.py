@@ -323,15 +323,15 @@ def test_the_sizes_of_chunks_are_forgotten_by_content_while_others_are_remembere
         number = 0
         while not stop.is_set():
             number += 1
-            compiler._remember(compiler.key(text_chunk([number % 7, number], "bob")), 2, 2)
+            compiler.sizes.keep(compiler.key(text_chunk([number % 7, number], "bob")), 2, 2)
 
     thread = started(remember)
     try:
         for _ in range(200):
             key = compiler.key(CHUNK)
-            compiler._remember(key, 5, 5)
+            compiler.sizes.keep(key, 5, 5)
             compiler.forget(CHUNK)
-            assert compiler._size(key) is None
+            assert compiler.sizes.get(key) is None
     finally:
         stop.set()
         thread.join()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from mpic.engine.vllm.frontend.prompts import VLLMPrompt
 from mpic.engine.vllm.frontend.spool import SpooledFile
 from mpic.errors import MPICError
-from mpic.kv.chunk import Chunk, KVKey
+from mpic.kv.chunk import Chunk, ChunkKey, KVKey
+
+REMEMBERED_SIZES = 1 << 16
 
 
 class ChunkSize(NamedTuple):
@@ -17,6 +21,31 @@ class ChunkSize(NamedTuple):
 
     tokens: int
     rotary_length: int
+
+
+class ChunkSizes:
+    """The sizes of the chunks that were seen last. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._sizes: OrderedDict[tuple[str, ChunkKey], dict[KVKey, ChunkSize]] = OrderedDict()  # by content
+        self._lock = threading.Lock()
+
+    def keep(self, key: KVKey, tokens: int, rotary_length: int) -> ChunkSize:
+        """Remembers a chunk's size, and returns it."""
+        size = ChunkSize(tokens, rotary_length)
+        with self._lock:
+            self._sizes.setdefault((key.owner, key.chunk), {})[key] = size
+            while len(self._sizes) > REMEMBERED_SIZES:
+                self._sizes.popitem(last=False)
+        return size
+
+    def get(self, key: KVKey) -> ChunkSize | None:
+        with self._lock:
+            return self._sizes.get((key.owner, key.chunk), {}).get(key)
+
+    def forget(self, chunk: Chunk) -> None:
+        with self._lock:
+            self._sizes.pop((chunk.owner, chunk.key), None)
 
 
 class CompiledChunk(NamedTuple):

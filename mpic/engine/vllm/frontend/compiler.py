@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-import threading
 import time
 import uuid
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch
 
 from mpic.engine.accounting import oversized_chunk
 from mpic.engine.checks import as_failure
 from mpic.engine.tombstones import Tombstones
-from mpic.engine.vllm.frontend.chunks import ChunkSize, CompiledChunk, CompileTask, LinkedChunk
+from mpic.engine.vllm.frontend.chunk_files import ChunkFiles
+from mpic.engine.vllm.frontend.chunks import ChunkSizes, CompiledChunk, CompileTask, LinkedChunk
 from mpic.engine.vllm.frontend.client import VLLMClient
 from mpic.engine.vllm.frontend.compiled import SPOOL, compute
 from mpic.engine.vllm.frontend.model import ModelDescription
@@ -32,22 +30,22 @@ from mpic.errors import (
     NotFound,
     OutOfMemory,
 )
-from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKey, ChunkKV, KVKey
+from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKV, KVKey
 from mpic.kv.store import ChunkStore, StoredChunk
 from mpic.link import BARE, Policy, Wrapping
 from mpic.memory import is_exhaustion
-from mpic.model.load import DTYPES
 
 log = logging.getLogger(__name__)
 CONCURRENT_COMPILES = 8
 """Each holds a chunk's KV in memory until it is durable."""
-REMEMBERED_SIZES = 1 << 16
 
 
 class ChunkCompiler:
     """Finds and compiles chunks. Its methods run on the event loop unless they say otherwise.
 
     Attributes:
+        sizes: of the chunks that it has seen.
+        files: those that the chunks have.
         counters: ``tokens_compiled``, ``save_failures``, ``chunk_requests``, ``chunk_hits``, ``chunks_from_*``.
     """
 
@@ -55,13 +53,12 @@ class ChunkCompiler:
         self, model: ModelDescription, store: ChunkStore, tombstones: Tombstones, client: VLLMClient
     ) -> None:
         self._model, self._store, self._tombstones, self._client = model, store, tombstones, client
-        self._sizes: OrderedDict[tuple[str, ChunkKey], dict[KVKey, ChunkSize]] = OrderedDict()  # by content
-        self._sizing = threading.Lock()
+        self.sizes = ChunkSizes()
         self._tasks: dict[KVKey, CompileTask] = {}
-        self._rechecks: dict[KVKey, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(CONCURRENT_COMPILES)
         self._closing = False
         self._spool = Spool(store.root / SPOOL)
+        self.files = ChunkFiles(model, store, self._spool, self._slots)
         self.counters: Counter[str] = Counter()
 
     # ---- from any thread
@@ -88,17 +85,17 @@ class ChunkCompiler:
                 have = (stored is not None, _beyond_the_disk(stored))
                 linked.append(LinkedChunk(chunk, key, ids, len(ids), *have, packet=packet))
                 continue
-            size, prompt = self._size(key), None
+            size, prompt = self.sizes.get(key), None
             if (size is None or not size.rotary_length) and stored is not None:
                 try:
                     inputs = stored.inputs
-                    size = self._remember(key, len(inputs), inputs.rotary_length)
+                    size = self.sizes.keep(key, len(inputs), inputs.rotary_length)
                 except (NotFound, CorruptFile, OutOfMemory, OSError) as error:
                     log.warning("chunk %s cannot be used as it is stored: %s", chunk.key, error)
                     stored = None
             if size is None:
                 prompt = self._client.wait(self._render(chunk, key))
-                size = self._remember(key, len(prompt.ids) - key.recipe.sink, 0)
+                size = self.sizes.keep(key, len(prompt.ids) - key.recipe.sink, 0)
             ids = self._model.prompt_ids((self._model.image,) * (size.tokens - packet), key.recipe)
             have = (stored is not None, _beyond_the_disk(stored))
             linked.append(
@@ -106,22 +103,9 @@ class ChunkCompiler:
             )
         return linked
 
-    def _remember(self, key: KVKey, tokens: int, rotary_length: int) -> ChunkSize:
-        size = ChunkSize(tokens, rotary_length)
-        with self._sizing:
-            self._sizes.setdefault((key.owner, key.chunk), {})[key] = size
-            while len(self._sizes) > REMEMBERED_SIZES:
-                self._sizes.popitem(last=False)
-        return size
-
-    def _size(self, key: KVKey) -> ChunkSize | None:
-        with self._sizing:
-            return self._sizes.get((key.owner, key.chunk), {}).get(key)
-
     def forget(self, chunk: Chunk) -> None:
         """Forgets a chunk whose tombstone has been set."""
-        with self._sizing:
-            self._sizes.pop((chunk.owner, chunk.key), None)
+        self.sizes.forget(chunk)
 
     # ---- compiling
 
@@ -158,7 +142,9 @@ class ChunkCompiler:
                 farther.setdefault(one.key, []).append(one)
             elif not (one.stored or one.spooled or one.reason):  # a file that was found damaged has a reason
                 unknown.setdefault(one.key, []).append(one)
-        await asyncio.gather(*map(self._bring, farther.values()), *map(self._look_again, unknown.values()))
+        # a compile under way is joined later
+        looked = [users for key, users in unknown.items() if key not in self._tasks]
+        await asyncio.gather(*map(self.files.bring, farther.values()), *map(self.files.look_again, looked))
         for one in linked:
             hit = one.stored or one.spooled is not None
             if one.tier == "none":
@@ -177,26 +163,6 @@ class ChunkCompiler:
                 raise result
         return sum(done)
 
-    async def _bring(self, users: list[LinkedChunk]) -> None:
-        """Copies a chunk of a farther tier to the disk, for all places of a request that link it. One that cannot be
-        read, or that the disk does not take, is compiled."""
-        path = self._store.path(users[0].key)
-        async with self._slots:  # its KV is in memory, as of a compile
-            whole = path.is_file() or await asyncio.to_thread(self._readable, users[0])
-        for user in users:
-            user.stored = whole and path.is_file()
-            user.tier = user.farther if user.stored and user.farther else user.tier
-            user.farther = None
-
-    async def _look_again(self, users: list[LinkedChunk]) -> None:
-        """Finds a chunk that has been stored since a request linked it. A compile under way is joined later."""
-        key = users[0].key
-        if key in self._tasks or not await asyncio.to_thread(self._store.path(key).is_file):
-            return  # ``open`` would count it as not found once more
-        stored = await asyncio.to_thread(self._store.open, key)
-        for user in users if stored is not None else ():
-            user.stored, user.rotary_length, user.prompt = True, stored.inputs.rotary_length, None
-
     async def _ensure(self, key: KVKey, users: list[LinkedChunk], arrived: float) -> int:
         """Compiles a chunk once for all places of a request that link it; returns its number of tokens."""
         began = time.monotonic()
@@ -211,66 +177,12 @@ class ChunkCompiler:
             compiled.spooled.users += len(users) - 1
         elif own_file:  # the compile was joined as it ended
             for user in users:
-                self._hold(user)
+                self.files.hold(user)
         if compiled.size.tokens != users[0].tokens:
             raise CompileFailed(
                 f"a chunk came out of vLLM with {compiled.size.tokens} tokens, not {users[0].tokens}"
             )
         return compiled.size.tokens
-
-    def file(self, linked: LinkedChunk) -> tuple[str, str]:
-        """Returns path and key digest of a chunk that has a file, as orders give them."""
-        path = linked.spooled.path if linked.spooled is not None else self._store.path(linked.key)
-        return str(path.relative_to(self._store.root)), linked.key.digest
-
-    async def recheck(self, linked: LinkedChunk, code: str) -> None:
-        """Reads a chunk's file again after vLLM could not use one of a request's files. A file that cannot be read
-        whole is moved aside by the store, and the chunk will be compiled again. Whether it is or not, the request gets
-        a file of its own: in a store without room for all of its chunks, each that is saved evicts another one."""
-        linked.own_file = True
-        if not await asyncio.to_thread(self._readable, linked) or not self._hold(linked):
-            linked.release()
-            linked.stored, linked.reason, linked.tier = False, code, "none"
-
-    def _hold(self, linked: LinkedChunk) -> bool:
-        """Gives a chunk with a stored file a spooled one; returns False if that is impossible."""
-        try:
-            linked.spooled = linked.spooled or self._spool.hold(self._store.path(linked.key))
-        except OSError as error:
-            log.warning("chunk %s cannot be held: %s", linked.key.chunk, error)
-        return linked.spooled is not None
-
-    def recheck_later(self, linked: LinkedChunk) -> None:
-        """Reads a stored chunk's file again in the background after a request computed the chunk, because vLLM could
-        not use the file. One that cannot be read whole is moved aside by the store, and the next request compiles
-        it."""
-        key = linked.key
-        if linked.spooled is None and key not in self._rechecks:
-            task = self._rechecks[key] = asyncio.create_task(self._recheck(linked))
-            task.add_done_callback(lambda _: self._rechecks.pop(key))
-
-    async def _recheck(self, linked: LinkedChunk) -> None:
-        try:
-            async with self._slots:  # its KV is in memory, as of a compile
-                await asyncio.to_thread(self._readable, linked)
-        except MPICError as error:  # the next request that computes it tries again
-            log.warning("chunk %s cannot be looked up: %s", linked.key.chunk, error)
-
-    def _readable(self, linked: LinkedChunk) -> bool:
-        if linked.spooled is not None:
-            return linked.spooled.path.exists()
-        stored = self._store.find([linked.key]).get(linked.key)
-        if stored is None:
-            return False
-        size = self._model.shape.extent(linked.tokens)
-        try:
-            if len(stored.inputs) == linked.tokens:
-                for _ in stored.read_layers(torch.empty(size, dtype=DTYPES[self._model.dtype])):
-                    pass
-                return True
-        except (MPICError, OSError) as error:
-            log.warning("chunk %s is damaged or gone: %s", linked.key.chunk, error)
-        return False
 
     async def _compiled(
         self, chunk: Chunk, key: KVKey, prompt: VLLMPrompt | None, arrived: float, own_file: bool = False
@@ -325,7 +237,7 @@ class ChunkCompiler:
                 if task.own_file or not stored:
                     file = self._store.path(key) if stored else None
                     spooled = await asyncio.to_thread(self._spool.write, made, file)
-                size = self._remember(key, len(inputs), inputs.rotary_length)
+                size = self.sizes.keep(key, len(inputs), inputs.rotary_length)
                 return CompiledChunk(size, stored, spooled, unkept)
         except MPICError:
             raise
@@ -384,7 +296,7 @@ class ChunkCompiler:
         for task in self._tasks.values():
             if not task.computed:
                 task.task.cancel()
-        tasks = [*(task.task for task in self._tasks.values()), *self._rechecks.values()]
+        tasks = [*(task.task for task in self._tasks.values()), *self.files.rechecks.values()]
         await asyncio.gather(*tasks, return_exceptions=True)
         self._spool.close()
 

@@ -146,7 +146,7 @@ class PromptPreparer:
     def order(self, prepared: PreparedPrompt) -> LinkOrder:
         """Returns the link order of a prompt whose needed chunks have files."""
         needed = set(map(id, prepared.needed))
-        files = [self._compiler.file(one) if id(one) in needed else None for one in prepared.linked]
+        files = [self._compiler.files.file(one) if id(one) in needed else None for one in prepared.linked]
         return make_link_order(prepared.plan, files)
 
     def room(self, prepared: PreparedPrompt) -> int:

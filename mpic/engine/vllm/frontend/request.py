@@ -111,7 +111,7 @@ class Request:
             for chunk in self._prepared.linked:
                 if chunk.computed and chunk.reason in REPLACEABLE:
                     self._runtime.counters["load_failures"] += 1
-                    self._runtime.compiler.recheck_later(chunk)
+                    self._runtime.compiler.files.recheck_later(chunk)
                 chunk.release()
 
     def cancelled(self) -> None:
@@ -181,7 +181,7 @@ class Request:
         log.warning("a chunk's file could not be used and is compiled again: %s", report.get("message"))
         self._runtime.counters["load_failures"] += 1
         for chunk in prepared.needed:
-            await self._runtime.compiler.recheck(chunk, report["error"])
+            await self._runtime.compiler.files.recheck(chunk, report["error"])
 
     def _params(self, order: dict[str, Any] | None) -> SamplingParams:
         s, seed = self.spec.sampling, self.spec.sampling.seed

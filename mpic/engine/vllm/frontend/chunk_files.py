@@ -1,0 +1,109 @@
+"""The files of chunks: brought to the disk, read again when vLLM could not use one, and held in the spool."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import torch
+
+from mpic.engine.vllm.frontend.chunks import LinkedChunk
+from mpic.engine.vllm.frontend.model import ModelDescription
+from mpic.engine.vllm.frontend.spool import Spool
+from mpic.errors import MPICError
+from mpic.kv.chunk import KVKey
+from mpic.kv.store import ChunkStore
+from mpic.model.load import DTYPES
+
+log = logging.getLogger(__name__)
+
+
+class ChunkFiles:
+    """Looks after chunk files. Its methods run on the event loop.
+
+    Args:
+        slots: one is taken while a chunk's KV is in memory, as by a compile.
+
+    Attributes:
+        rechecks: files that are read again in the background, by chunk.
+    """
+
+    def __init__(
+        self, model: ModelDescription, store: ChunkStore, spool: Spool, slots: asyncio.Semaphore
+    ) -> None:
+        self._model, self._store, self._spool, self._slots = model, store, spool, slots
+        self.rechecks: dict[KVKey, asyncio.Task[None]] = {}
+
+    async def bring(self, users: list[LinkedChunk]) -> None:
+        """Copies a chunk of a farther tier to the disk, for all places of a request that link it. One that cannot be
+        read, or that the disk does not take, is compiled."""
+        path = self._store.path(users[0].key)
+        async with self._slots:
+            whole = path.is_file() or await asyncio.to_thread(self._readable, users[0])
+        for user in users:
+            user.stored = whole and path.is_file()
+            user.tier = user.farther if user.stored and user.farther else user.tier
+            user.farther = None
+
+    async def look_again(self, users: list[LinkedChunk]) -> None:
+        """Finds a chunk that has been stored since a request linked it, for all places of the request that link it."""
+        key = users[0].key
+        if not await asyncio.to_thread(self._store.path(key).is_file):
+            return  # ``open`` would count it as not found once more
+        stored = await asyncio.to_thread(self._store.open, key)
+        for user in users if stored is not None else ():
+            user.stored, user.rotary_length, user.prompt = True, stored.inputs.rotary_length, None
+
+    def file(self, linked: LinkedChunk) -> tuple[str, str]:
+        """Returns path and key digest of a chunk that has a file, as orders give them."""
+        path = linked.spooled.path if linked.spooled is not None else self._store.path(linked.key)
+        return str(path.relative_to(self._store.root)), linked.key.digest
+
+    async def recheck(self, linked: LinkedChunk, code: str) -> None:
+        """Reads a chunk's file again after vLLM could not use one of a request's files. A file that cannot be read
+        whole is moved aside by the store, and the chunk will be compiled again. Whether it is or not, the request gets
+        a file of its own: in a store without room for all of its chunks, each that is saved evicts another one."""
+        linked.own_file = True
+        if not await asyncio.to_thread(self._readable, linked) or not self.hold(linked):
+            linked.release()
+            linked.stored, linked.reason, linked.tier = False, code, "none"
+
+    def hold(self, linked: LinkedChunk) -> bool:
+        """Gives a chunk with a stored file a spooled one; returns False if that is impossible."""
+        try:
+            linked.spooled = linked.spooled or self._spool.hold(self._store.path(linked.key))
+        except OSError as error:
+            log.warning("chunk %s cannot be held: %s", linked.key.chunk, error)
+        return linked.spooled is not None
+
+    def recheck_later(self, linked: LinkedChunk) -> None:
+        """Reads a stored chunk's file again in the background after a request computed the chunk, because vLLM could
+        not use the file. One that cannot be read whole is moved aside by the store, and the next request compiles
+        it."""
+        key = linked.key
+        if linked.spooled is None and key not in self.rechecks:
+            task = self.rechecks[key] = asyncio.create_task(self._recheck(linked))
+            task.add_done_callback(lambda _: self.rechecks.pop(key))
+
+    async def _recheck(self, linked: LinkedChunk) -> None:
+        try:
+            async with self._slots:
+                await asyncio.to_thread(self._readable, linked)
+        except MPICError as error:  # the next request that computes it tries again
+            log.warning("chunk %s cannot be looked up: %s", linked.key.chunk, error)
+
+    def _readable(self, linked: LinkedChunk) -> bool:
+        if linked.spooled is not None:
+            return linked.spooled.path.exists()
+        stored = self._store.find([linked.key]).get(linked.key)
+        if stored is None:
+            return False
+        size = self._model.shape.extent(linked.tokens)
+        try:
+            if len(stored.inputs) == linked.tokens:
+                for _ in stored.read_layers(torch.empty(size, dtype=DTYPES[self._model.dtype])):
+                    pass
+                return True
+        except (MPICError, OSError) as error:
+            log.warning("chunk %s is damaged or gone: %s", linked.key.chunk, error)
+        return False
