@@ -278,19 +278,18 @@ class _Parser:
             key = kind, name.casefold()
             if key in self.linked:
                 return name, None
-            if (
-                key in self.unknown
-            ):  # never so for all names: a mention of nothing that exists ends the parsing
+            # never so for all names of a mention: one of nothing that exists ends the parsing
+            if key in self.unknown:
                 continue
-            if len(self.unknown) == MAX_UNKNOWN:
-                raise BadRequest(
-                    f"the messages hold more than {MAX_UNKNOWN:,} names that do not exist: put a space between a "
-                    "handle and the . and - behind it",
-                    param=param,
-                )
             try:
                 found = _blame(param, self.resolver.by_handle, kind, name)
             except UnknownHandle as error:
+                if len(self.unknown) == MAX_UNKNOWN:
+                    raise BadRequest(
+                        f"the messages hold more than {MAX_UNKNOWN:,} names that do not exist: put a space between "
+                        "a handle and the . and - behind it",
+                        param=param,
+                    ) from error
                 unknown = error
                 self.unknown.add(key)
                 continue

@@ -46,6 +46,8 @@ class ToolCallReader:
 
     def _object(self, arguments: str, param: str) -> Any:
         """Parses arguments that are JSON of an object; returns others as they are."""
+        if not arguments.lstrip().startswith("{"):
+            return arguments
         try:
             value = bounded_json.read(arguments.encode(), bounded_json.Bounds(values=self._left))
         except bounded_json.TooMuch as error:

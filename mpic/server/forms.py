@@ -30,7 +30,7 @@ character as two halves of a pair."""
 
 
 class FormCharset:
-    """Refuses forms whose header names another charset than UTF-8.
+    """Refuses multipart forms whose header names another charset than UTF-8.
 
     The name would choose a codec of Python's. Some take time quadratic in the length of a text (``punycode``), on the
     event loop and before any key is checked, and Python never forgets a name that it was asked for.
@@ -47,7 +47,7 @@ class FormCharset:
     def _refuse(self, headers: Headers) -> BadRequest | None:
         kind, options = parse_options_header(headers.get("content-type"))  # as Starlette reads it
         charset = options.get(b"charset", b"utf-8")
-        if kind not in (MULTIPART, URLENCODED) or charset.lower() in UTF_8:
+        if kind != MULTIPART or charset.lower() in UTF_8:  # of other forms nobody reads the charset
             return None
         named = charset[:40].decode("latin-1")
         return BadRequest(f"the charset of a form is utf-8, not {named!r}", param="Content-Type")
@@ -57,7 +57,8 @@ async def read_form(request: Request) -> FormData:
     """Reads the form of an upload. A body of another kind gives an empty one, in which validation then misses the file.
 
     Raises:
-        BadRequest: it is malformed, or is no multipart form, or it has too many files or fields.
+        BadRequest: it is malformed, or is no multipart form, or it has too many files or fields, or a text that is not
+            UTF-8.
         TooLarge: its texts take more than ``TEXT_BYTES``.
     """
     kind, _ = parse_options_header(request.headers.get("content-type"))
@@ -83,7 +84,8 @@ async def read_form(request: Request) -> FormData:
 
 
 class _UploadParser(MultiPartParser):
-    """Starlette's parser, with a bound on all texts of a form together."""
+    """Starlette's parser, with a bound on all texts of a form together, each of which has to be UTF-8. Names of files
+    that are not are read as Latin-1, as Starlette does: they are what a file happens to be called."""
 
     _text_bytes = 0
 
@@ -95,3 +97,13 @@ class _UploadParser(MultiPartParser):
                     f"the texts of a form may take {TEXT_BYTES:,} bytes together", limit_bytes=TEXT_BYTES
                 )
         super().on_part_data(data, start, end)
+
+    def on_part_end(self) -> None:
+        part = self._current_part
+        if part.file is None:
+            try:
+                part.data.decode()
+            except UnicodeDecodeError:
+                name = part.field_name[:40]
+                raise BadRequest(f"the field {name!r} is not UTF-8, as texts of forms are") from None
+        super().on_part_end()

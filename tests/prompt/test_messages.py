@@ -315,7 +315,7 @@ def test_look_ups_are_bounded_although_every_mention_ends_in_another_way(monkeyp
     with pytest.raises(BadRequest, match="100 names that do not exist") as caught:
         content(" ".join(f"IMAGE#A{end}" for end in ends), found=found)
     assert caught.value.param == "messages[0].content"
-    assert len(found.asked) == 101  # with the one that exists
+    assert len(found.asked) == 102  # with the one that exists and the one that is too many
 
 
 ODD = ["IMAGE#", "FILE#", "#", "aIMAGE#b", "_FILE#c", "A.-", "é", " ", "\n", "9", "FIL"]

@@ -47,12 +47,11 @@ async def test_a_form_in_another_charset_is_refused_and_python_is_not_asked_for_
     assert set(asked) <= {"utf-8"}
 
 
-@pytest.mark.parametrize("kind", [FORM, "application/x-www-form-urlencoded"])
-async def test_charsets_that_python_does_not_know_are_not_kept(server, kind):
+async def test_charsets_that_python_does_not_know_are_not_kept(server):
     server.app.state.mpic.keys.create("root", "admin")
     before = set(encodings._cache)
     for i in range(5):
-        answer = await post(server, "/ui/login", f"{kind}; charset=nobodys-{i}", b"--x--\r\n")
+        answer = await post(server, "/ui/login", f"{FORM}; charset=nobodys-{i}", b"--x--\r\n")
         assert refusal(answer) == (400, "bad_request")
     assert not [name for name in set(encodings._cache) - before if "nobodys" in name]
 
@@ -69,6 +68,12 @@ async def test_a_form_may_say_that_it_is_in_utf_8(server, charset):
     login = f"application/x-www-form-urlencoded; charset={charset}"
     server.app.state.mpic.keys.create("root", "admin")
     assert (await post(server, "/ui/login", login, b"key=x")).status_code == 401
+
+
+async def test_a_text_that_is_not_utf_8_is_refused_and_not_guessed(server):
+    body = field("handle", b"GR\xdcN") + field('file"; filename="a.txt', b"green") + b"--x--\r\n"
+    answer = await post(server, "/v1/files", FORM, body)
+    assert refusal(answer) == (400, "bad_request") and "'handle' is not UTF-8" in answer.text
 
 
 @pytest.mark.parametrize("fields", [1, 6, MAX_FIELDS])
