@@ -30,8 +30,8 @@ def backup(
     """Copy the whole library into a new folder, also while a server runs.
 
     The copy holds the catalogue at one moment, every original that it lists, the API keys and, unless the file with it
-    is damaged, what reuse has saved. On the same disk originals are hard links, which take no space; on another disk
-    they are copied and verified. `mpic library restore` makes a library of it. (`mpic library export` writes the
+    cannot be read, what reuse has saved. On the same disk originals are hard links, which take no space; on another
+    disk they are copied and verified. `mpic library restore` makes a library of it. (`mpic library export` writes the
     uploads alone, without ids, caches, quotas and keys, into one tar file for any library.) Exit status 1 if an
     original was damaged or lost before.
 

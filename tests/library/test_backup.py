@@ -13,7 +13,16 @@ import pytest
 from library_tools import chunks, encoded, everything, make_chunk, saved, text_key
 
 from mpic.engine.base import GenerationUsage
-from mpic.errors import BadRequest, DatabaseDamaged, ForeignFolder, IntegrityError, StorageFull, Unavailable
+from mpic.errors import (
+    BadRequest,
+    DatabaseBusy,
+    DatabaseDamaged,
+    DatabaseFailed,
+    ForeignFolder,
+    IntegrityError,
+    StorageFull,
+    Unavailable,
+)
 from mpic.keys import KeyStore
 from mpic.library import SHARED, Library
 from mpic.library.caches import CachedText
@@ -193,6 +202,16 @@ def damage(root):
     (root / "savings.sqlite").write_bytes(b"damaged" * 1_000)
 
 
+def damage_one_page(root):
+    """Spoils a page that nobody reads who only opens the ledger."""
+    path = root / "savings.sqlite"
+    with closing(sqlite3.connect(path)) as db, db:
+        db.executemany("INSERT INTO days VALUES (?, 'x', 0, 0, 0)", [(f"{i:0200}",) for i in range(1_000)])
+    content = path.read_bytes()
+    size = int.from_bytes(content[16:18], "big")  # of a page
+    path.write_bytes(content[:-size] + b"\xff" * size)
+
+
 def test_a_backup_holds_what_reuse_has_saved(library, tmp_path):
     count(library.root)
     assert backup(library.root, tmp_path / "b").notes == []
@@ -200,7 +219,7 @@ def test_a_backup_holds_what_reuse_has_saved(library, tmp_path):
     assert [row[1:3] for row in SavingsLedger(tmp_path / "r", "model").days(None, "")] == [(1, 9)]
 
 
-@pytest.mark.parametrize("spoil", [leave_half_written, damage])
+@pytest.mark.parametrize("spoil", [leave_half_written, damage, damage_one_page])
 def test_a_backup_leaves_out_savings_that_cannot_be_read_and_says_so(library, tmp_path, clock, spoil):
     fill(library)
     count(library.root)
@@ -217,6 +236,40 @@ def test_a_backup_leaves_out_savings_that_cannot_be_read_and_says_so(library, tm
         assert rows(other) == rows(library) | {"chunks": []} and check(other) == []
         count(tmp_path / "r")
         assert len(SavingsLedger(tmp_path / "r", "model").days(None, "")) == 1
+
+
+@pytest.mark.parametrize("mode", ["rw", "ro"], ids=["opened", "written"])
+def test_a_backup_ends_when_the_copy_of_the_savings_cannot_be(library, tmp_path, monkeypatch, mode):
+    count(library.root)
+    elsewhere = tmp_path / "elsewhere"
+    if mode == "ro":
+        elsewhere.touch()
+    connect = sqlite3.connect
+
+    def refusing(path, *args, **options):
+        if path == tmp_path / "b" / "savings.sqlite":
+            return connect(f"{elsewhere.as_uri()}?mode={mode}", uri=True)
+        return connect(path, *args, **options)
+
+    monkeypatch.setattr(sqlite3, "connect", refusing)
+    with pytest.raises(DatabaseFailed, match=r"copy .*cannot be used"):
+        backup(library.root, tmp_path / "b")
+    with pytest.raises(BadRequest, match="incomplete"):
+        restore(tmp_path / "b", tmp_path / "r")
+
+
+@pytest.mark.parametrize("file", ["savings.sqlite", "keys.sqlite"])
+def test_a_backup_ends_when_another_process_keeps_a_database_locked(library, tmp_path, monkeypatch, file):
+    count(library.root)
+    KeyStore(library.root).close()
+    monkeypatch.setattr(copies, "PATIENCE", 0.01)
+    with closing(sqlite3.connect(library.root / file, isolation_level=None)) as other:
+        other.execute("PRAGMA journal_mode = DELETE")
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(DatabaseBusy, match=f"{copies.NAMES[file]} is locked by another process"):
+            backup(library.root, tmp_path / "b")
+    with pytest.raises(BadRequest, match="incomplete"):
+        restore(tmp_path / "b", tmp_path / "r")
 
 
 def test_a_backup_of_damaged_keys_fails_and_names_them(library, tmp_path):

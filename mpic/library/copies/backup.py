@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from mpic.database import PATIENCE, translated
 from mpic.durable import FileSystem, storage_error, write_durably
-from mpic.errors import BadRequest, DatabaseBusy, MPICError, StorageFull, Unavailable
+from mpic.errors import BadRequest, DatabaseBusy, DatabaseDamaged, DatabaseFailed, Unavailable
 from mpic.library.catalog.database import NAME, Catalog
 from mpic.library.folder.inspection import BACKUP, Marker
 from mpic.library.folder.layout import CATALOG, sidecar_of
@@ -107,6 +107,9 @@ def backup(
         BadRequest: the target is not empty.
         Unavailable: there is no library, or it was written by an older version.
         StorageFull: the disk is full; the incomplete backup is left, and marked as such.
+        DatabaseBusy: another process keeps a database locked; the same is left.
+        DatabaseFailed, DatabaseDamaged: the catalogue or the key store cannot be read, or a copy of a database cannot
+            be written; the same is left.
     """
     root, target = Path(root).absolute(), Path(target).absolute()
     marker = Marker.read(root)
@@ -220,18 +223,19 @@ class _Backup:
     def savings(self) -> None:
         """Copies the savings ledger, if there is one. One that cannot be read is noted and left out, because everything
         else works without it. This can be a sound one: what a killed server has half written is taken back by the next
-        one that writes, and a reader cannot do that."""
+        one that writes, and a reader cannot do that. One that is locked, or a copy that cannot be written, ends the
+        backup."""
         if not (self._root / SAVINGS).is_file():
             return
         try:
-            snapshot(self._root / SAVINGS, self._target / SAVINGS)
-        except StorageFull:
-            raise
-        except MPICError as error:
-            self._filesystem.remove(self._target / SAVINGS)
+            live = _open(self._root / SAVINGS, every_page=True)
+        except (DatabaseDamaged, DatabaseFailed) as error:
             self.done.notes.append(
                 f"{error.message}: the backup has no {SAVINGS}, which says what reuse has saved; all else is in it"
             )
+            return
+        with closing(live):
+            _copy(live, self._target / SAVINGS)
 
     def finish(self) -> None:
         """Makes everything durable, before the manifest says that the backup is complete."""
@@ -276,16 +280,45 @@ def size_of(folder: Path) -> int:
 def snapshot(source: Path, target: Path) -> None:
     """Copies a consistent state of a database, even while it is being written to. Raises the errors of
     ``translated``."""
+    with closing(_open(source)) as live:
+        _copy(live, target)
+
+
+def _open(source: Path, every_page: bool = False) -> sqlite3.Connection:
+    """Opens a database and begins to read it, so that its state stays as it is. Raises the errors of ``translated``.
+
+    Args:
+        every_page: read all of it, so that whatever fails afterwards is its copy. A page that can be read and makes no
+            sense is DatabaseDamaged, too.
+    """
+    name = NAMES[source.name]
+    with translated(name):
+        live = sqlite3.connect(f"{source.as_uri()}?mode=ro", uri=True, isolation_level=None, timeout=PATIENCE)
+        try:
+            live.execute("BEGIN")
+            # Takes the lock, or waits for it no longer than PATIENCE: Python's backup would wait for ever.
+            live.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchall()
+            if every_page:
+                [(found,)] = live.execute("PRAGMA quick_check(1)").fetchall()
+                if found != "ok":
+                    raise DatabaseDamaged(f"{name} is damaged ({' '.join(found.split())})")
+        except BaseException:
+            live.close()
+            raise
+    return live
+
+
+def _copy(live: sqlite3.Connection, target: Path) -> None:
+    """Copies an open database to a new file of the same name. Raises the errors of ``translated``."""
     with suppress(FileNotFoundError):
         target.unlink()
-    with translated(NAMES[source.name]):
-        with (
-            closing(sqlite3.connect(f"{source.as_uri()}?mode=ro", uri=True, timeout=PATIENCE)) as live,
-            closing(sqlite3.connect(target)) as copy,
-        ):
-            live.backup(copy)
-            # a single file, which SQLite can read without creating others
-            copy.execute("PRAGMA journal_mode = DELETE")
+    name = NAMES[target.name]
+    with translated(f"the copy of {name}"):
+        copy = sqlite3.connect(target)
+    with closing(copy), translated(f"{name} or its copy"):
+        live.backup(copy)
+        # a single file, which SQLite can read without creating others
+        copy.execute("PRAGMA journal_mode = DELETE")
     target.chmod(0o600)
 
 
