@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 from mpic.database import PATIENCE
 from mpic.errors import BadRequest, DatabaseFailed, NotFound
+from mpic.file_status import is_file
 from mpic.key_file import FILE, KeyFile
 
 LOGIN_SECONDS = 12 * 3600
@@ -217,7 +218,7 @@ def any_keys(folder: Path) -> bool:
     """Returns whether a key was ever made for this folder. Unlike a ``KeyStore``, it creates neither the folder nor a
     file. Raises the errors of a ``KeyStore``."""
     try:
-        found = (folder / FILE).is_file()
+        found = is_file(folder / FILE)
     except OSError as error:
         raise DatabaseFailed(f"{folder / FILE} cannot be looked at ({error.strerror})") from error
     if not found:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from mpic.config import Config, ConfigError, EngineConfig, RetrievalConfig, origins
 from mpic.errors import LibraryInUse, ModelRefused, MPICError
+from mpic.file_status import is_file, is_folder, status_of
 from mpic.http.listening import bind
 from mpic.keys import any_keys
 
@@ -52,9 +53,9 @@ def check(config: Config) -> None:
 def check_folder(root: Path) -> None:
     """Checks that a library can be opened or made in a folder. Raises ConfigError, LibraryInUse."""
     with _looking_at(root, ConfigError, "data_dir"):
-        there = next(parent for parent in (root.absolute(), *root.absolute().parents) if parent.exists())
-        is_folder = there.is_dir()
-    if not is_folder:
+        there = next(path for path in (root.absolute(), *root.absolute().parents) if status_of(path))
+        can_hold = is_folder(there)
+    if not can_hold:
         raise ConfigError(f"{there} is not a folder: give another one as --data-dir", param="data_dir")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(
@@ -106,9 +107,9 @@ def check_model(model: str) -> None:
     """Checks that the folder of a model exists, if the model is named by a path. Raises ModelRefused."""
     path = Path(model)
     with _looking_at(model, ModelRefused):
-        is_folder, exists = path.is_dir(), path.exists()
-        holds_model = is_folder and (path / "config.json").is_file()
-    if is_folder:
+        folder, exists = is_folder(path), status_of(path) is not None
+        holds_model = folder and is_file(path / "config.json")
+    if folder:
         if not holds_model:
             raise ModelRefused(f"{model} holds no model: it has no config.json")
     elif exists:
@@ -122,9 +123,9 @@ def check_embedder(config: RetrievalConfig) -> None:
     name, weights = config.embedder, config.embedder_weights
     path = Path(name)
     with _looking_at(name, ConfigError, "embedder"):
-        is_folder = path.is_dir()
-        holds_model = is_folder and (path / "open_clip_config.json").is_file()
-    if is_folder:
+        folder = is_folder(path)
+        holds_model = folder and is_file(path / "open_clip_config.json")
+    if folder:
         if not holds_model:
             raise ConfigError(
                 f"{name} holds no open_clip model: it has no open_clip_config.json", param="embedder"
@@ -138,7 +139,7 @@ def check_embedder(config: RetrievalConfig) -> None:
     if not (weights and (Path(weights).is_absolute() or weights.startswith((".", "~")))):
         return
     with _looking_at(weights, ConfigError, "embedder_weights"):
-        exists = Path(weights).is_file()
+        exists = is_file(weights)
     if not exists:
         raise ConfigError(f"there is no file {weights} with weights", param="embedder_weights")
 

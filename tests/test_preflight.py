@@ -13,6 +13,7 @@ import pytest
 from mpic import preflight
 from mpic.config import ConfigError, load_config
 from mpic.errors import DatabaseFailed, LibraryInUse, ModelRefused
+from mpic.keys import any_keys
 
 
 @pytest.fixture
@@ -61,11 +62,30 @@ def test_what_cannot_run_is_refused_with_the_reason(config, flags, error, why):
         ("embedder_weights", ConfigError),
     ],
 )
-def test_what_must_not_be_looked_at_is_refused_with_its_path(config, monkeypatch, tmp_path, key, error):
+@pytest.mark.parametrize("later_python", [False, True], ids=["this Python", "Python 3.14"])
+def test_what_must_not_be_looked_at_is_refused_with_its_path(
+    config, monkeypatch, tmp_path, key, error, later_python
+):
+    if later_python:
+        swallow_errors(monkeypatch)
     closed = tmp_path / "closed"
     refuse(monkeypatch, "os.stat", closed)
     with pytest.raises(error, match=f"{closed}.* cannot be looked at"):
         preflight.check(config(**{key: str(closed)}))
+
+
+def test_a_key_store_that_must_not_be_looked_at_is_never_told_as_no_keys(monkeypatch, tmp_path):
+    swallow_errors(monkeypatch)
+    refuse(monkeypatch, "os.stat", tmp_path)
+    with pytest.raises(DatabaseFailed, match=r"keys.sqlite cannot be looked at"):
+        any_keys(tmp_path)
+
+
+def test_names_that_no_file_can_have_are_not_there(config):
+    with pytest.raises(ModelRefused, match="there is no folder"):
+        preflight.check_model("no\0where/at/all")
+    with pytest.raises(ConfigError, match="there is no file"):
+        preflight.check_embedder(config(embedder="ViT-B-32", embedder_weights="/no\0where").retrieval)
 
 
 @pytest.mark.parametrize("function", ["os.stat", "os.open"])
@@ -75,6 +95,12 @@ def test_a_data_folder_that_must_not_be_opened_is_refused_with_its_path(monkeypa
     refuse(monkeypatch, function, closed)
     with pytest.raises(ConfigError, match=f"{closed} cannot be looked at"):
         preflight.check_folder(closed)
+
+
+def swallow_errors(monkeypatch):
+    """Has pathlib say "not there" for every error of the system, as Python 3.14 does."""
+    for name, ask in (("exists", os.path.exists), ("is_dir", os.path.isdir), ("is_file", os.path.isfile)):
+        monkeypatch.setattr(Path, name, lambda path, ask=ask: ask(path))
 
 
 def refuse(monkeypatch, function, folder):

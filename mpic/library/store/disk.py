@@ -23,6 +23,7 @@ import torch
 
 from mpic.durable import FileSystem, write_durably
 from mpic.errors import CorruptFile, IntegrityError, NotFound, OutOfMemory, Unavailable
+from mpic.file_status import status_of
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey
 from mpic.kv.file import ChunkFile, encode
 from mpic.library.catalog.database import Catalog
@@ -323,11 +324,8 @@ class DiskStore:
 
     def _has_file(self, row: ChunkRow) -> bool:
         """Returns whether the file of a row is there and has its size."""
-        try:
-            found = (self.root / row.path).stat()
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return S_ISREG(found.st_mode) and found.st_size == row.bytes
+        found = status_of(self.root / row.path)
+        return found is not None and S_ISREG(found.st_mode) and found.st_size == row.bytes
 
     def _missing_reason(self, key: KVKey) -> str:
         state = self._rows.state(key)
