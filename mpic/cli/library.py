@@ -227,10 +227,8 @@ def library_import(
 
     Example: `mpic library import data/references/references.jsonl`
     """
-    import asyncio
-
     from mpic.library.copies.archive import restore
-    from mpic.library.copies.bulk_import import LibraryTarget, import_references
+    from mpic.library.copies.bulk_import import LibraryTarget, import_references, run_import
 
     with (
         open_library(data_dir, config, create=True) as library,
@@ -240,7 +238,7 @@ def library_import(
             results = restore(library, source, lambda result: advance(1))
         else:
             target = LibraryTarget(library.references)
-            results = asyncio.run(import_references(source, target, lambda result: advance(1)))
+            results = run_import(import_references(source, target, lambda result: advance(1)))
     show_results(results, as_json)
 
 

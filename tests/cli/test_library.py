@@ -1,6 +1,7 @@
 """``mpic library`` on a folder, with a running server and without one."""
 
 import json
+import signal
 from contextlib import closing
 
 import pytest
@@ -11,6 +12,7 @@ from mpic.engine import load_engine
 from mpic.keys import KeyLimits, KeyStore
 from mpic.kv.chunk import Chunk, ChunkKey, KVKey, Recipe
 from mpic.library import Library, Limits
+from mpic.library.references import ReferenceLibrary
 
 
 @pytest.fixture
@@ -101,6 +103,33 @@ def test_export_and_import(mpic, root, tmp_path):
     status, out, _ = mpic("import", tmp_path / "r.jsonl", "--data-dir", root)
     assert status == 1 and "r.jsonl:2" in out and "1 added, 1 refused" in out
     assert json.loads(mpic("ls", "--user", "@shared", "--data-dir", root, "--json")[1])[0]["count"] == 1
+
+
+@pytest.mark.parametrize("source", ["folder", "r.jsonl", "e.tar"])
+def test_the_first_ctrl_c_ends_an_import(mpic, root, tmp_path, sigint, monkeypatch, source):
+    (tmp_path / "folder").mkdir()
+    for i in range(5):
+        (tmp_path / "folder" / f"{i}.txt").write_text(f"fact {i}")
+    lines = [{"title": f"T{i}", "text": f"fact {i}"} for i in range(5)]
+    (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    first = "folder" if source == "e.tar" else source
+    assert mpic("import", tmp_path / first, "--data-dir", root)[0] == 0
+    if source == "e.tar":
+        assert mpic("export", tmp_path / "e.tar", "--data-dir", root)[0] == 0
+    looked_up, get = [], ReferenceLibrary.get
+
+    def interrupted(self, id):
+        looked_up.append(id)
+        if len(looked_up) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return get(self, id)
+
+    monkeypatch.setattr(ReferenceLibrary, "get", interrupted)
+    status, out, _ = mpic("import", tmp_path / source, "--data-dir", root, "--json")
+    assert (status, out, len(looked_up)) == (130, "", 2)
+    monkeypatch.setattr(ReferenceLibrary, "get", get)
+    unchanged = 7 if source == "e.tar" else 5  # it holds the two uploads, too
+    assert f"{unchanged} unchanged" in mpic("import", tmp_path / source, "--data-dir", root)[1]
 
 
 def test_quota(mpic, root):

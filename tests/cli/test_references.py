@@ -63,14 +63,6 @@ def test_an_import_is_resumed_by_running_it_again(run, tmp_path):
     assert run("search", "fact", "--filter", '{"i": {"gte": 1}}', "--top-k", "9") != []
 
 
-@pytest.fixture
-def sigint():
-    """The signal is handled as in a program that has just started, whatever runs the tests."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def test_the_first_ctrl_c_ends_an_import(mpic, sigint, monkeypatch, tmp_path):
     added = []
 

@@ -7,7 +7,6 @@ explicit caches (``/v1/caches``).
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import io
 import json
@@ -18,7 +17,7 @@ from typing import Any
 
 from mpic.durable import publish, storage_error, temporary_name
 from mpic.errors import BadRequest, CorruptFile, MPICError
-from mpic.library.copies.bulk_import import ImportItem, ImportResult, LibraryTarget, import_one
+from mpic.library.copies.bulk_import import ImportItem, ImportResult, LibraryTarget, import_one, run_import
 from mpic.library.intake.decode import NO_CLIPS
 from mpic.library.library import Library
 
@@ -148,7 +147,7 @@ def _restore_file(library: Library, entry: dict[str, Any], data: bytes, where: s
 
 def _restore_reference(library: Library, entry: dict[str, Any], data: bytes, where: str) -> ImportResult:
     words = {name: entry[name] for name in ("id", "title", "filename", "description", "metadata")}
-    result = asyncio.run(import_one(ImportItem(where, **words), data, LibraryTarget(library.references)))
+    result = run_import(import_one(ImportItem(where, **words), data, LibraryTarget(library.references)))
     if entry["pinned"] and result.outcome in ("added", "replaced"):
         library.references.pin(entry["id"])
     return result

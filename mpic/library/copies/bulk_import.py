@@ -13,14 +13,15 @@ An interrupted import is therefore resumed by starting it again.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from mpic.errors import BadRequest, MPICError, ReferenceNotFound
 from mpic.library.records import Scalar
@@ -29,6 +30,7 @@ from mpic.library.references import ReferenceLibrary
 KEYS = frozenset({"id", "title", "kind", "path", "text", "description", "metadata"})
 PLAIN_ID = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 
+T = TypeVar("T")
 Outcome = Literal["added", "replaced", "unchanged", "refused"]
 
 
@@ -120,6 +122,16 @@ async def import_references(
         results.append(await _read_and_import(item, target))
         progress(results[-1])
     return results
+
+
+def run_import(work: Coroutine[Any, Any, T]) -> T:
+    """Runs an import into a library to its end and returns its result; the first Ctrl-C ends it at once.
+
+    ``asyncio.run`` would keep that for the next time the import waits for the event loop. It does so only for what is
+    new: an import of references that are there already would run to its end.
+    """
+    with asyncio.Runner() as runner:
+        return runner.get_loop().run_until_complete(work)
 
 
 async def _read_and_import(item: ImportItem, target: ImportTarget) -> ImportResult:
