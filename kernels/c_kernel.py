@@ -92,29 +92,32 @@ def build(source: Path, name: str, options: Sequence[str]) -> ctypes.CDLL:
     Raises:
         KernelUnavailable: with the reason.
     """
-    compilers = [found for found in map(shutil.which, _COMPILERS) if found is not None]
+    compilers: dict[str, str] = {}
+    for found in filter(None, map(shutil.which, _COMPILERS)):
+        compilers.setdefault(os.path.realpath(found), found)  # one may be another name of the one before
     if not compilers:
         raise KernelUnavailable(f"no C compiler ({', '.join(_COMPILERS)})")
     reasons: list[str] = []
-    for compiler in compilers:
+    folder = _folder()
+    for compiler in compilers.values():
         try:
-            library = _built(compiler, source, name, options)
+            library = _built(folder, compiler, source, name, options)
             try:
                 loaded = ctypes.CDLL(str(library))
             except OSError:  # what lies in the cache folder is damaged
                 library.unlink(missing_ok=True)
-                loaded = ctypes.CDLL(str(_built(compiler, source, name, options)))
+                loaded = ctypes.CDLL(str(_built(folder, compiler, source, name, options)))
             libraries[library] = hashlib.sha256(library.read_bytes()).hexdigest()
             return loaded
         except subprocess.CalledProcessError as error:
             output = error.stderr.strip().splitlines() or ["nothing"]
             reasons.append(f"{compiler} could not build it: {output[0]}")
         except (OSError, subprocess.TimeoutExpired) as error:
-            reasons.append(f"it could not be built or loaded: {error}")
+            reasons.append(f"what {compiler} builds could not be built or loaded: {error}")
     raise KernelUnavailable("; ".join(reasons))
 
 
-def _built(compiler: str, source: Path, name: str, wanted: Sequence[str]) -> Path:
+def _built(folder: Path, compiler: str, source: Path, name: str, wanted: Sequence[str]) -> Path:
     level = torch.backends.cpu.get_cpu_capability().split("_")[0]
     options, machine = list(_OPTIONS), platform.machine()
     if machine in ("x86_64", "AMD64"):
@@ -123,12 +126,6 @@ def _built(compiler: str, source: Path, name: str, wanted: Sequence[str]) -> Pat
     version = _run(compiler, "--version")
     parts = [*_texts(source), machine, version, *options]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    folder = _cache_folder()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if _others_can_write(folder.stat()):
-        raise KernelUnavailable(
-            f"{folder} belongs to another user, or others can write there (chmod go-w): what is kept there is run"
-        )
     prefix = f"{source.stem}-{name}-{key}-"
     if (kept := _kept(folder, prefix)) is not None:
         return kept
@@ -141,6 +138,25 @@ def _built(compiler: str, source: Path, name: str, wanted: Sequence[str]) -> Pat
             path = folder / f"{prefix}{os.fstat(file.fileno()).st_size}.so"
         os.replace(library, path)
     return path
+
+
+def _folder() -> Path:
+    """Returns the folder of the built files, which it makes if there is none.
+
+    Raises:
+        KernelUnavailable: there can be none, or others can write there.
+    """
+    folder = _cache_folder()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        others = _others_can_write(folder.stat())
+    except OSError as error:
+        raise KernelUnavailable(f"what is built has no place: {error}") from error
+    if others:
+        raise KernelUnavailable(
+            f"{folder} belongs to another user, or others can write there (chmod go-w): what is kept there is run"
+        )
+    return folder
 
 
 def _kept(folder: Path, prefix: str) -> Path | None:

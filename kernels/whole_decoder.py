@@ -66,9 +66,7 @@ class WholeDecoder:
         self._state, self._room, self._threads = state, list[torch.Tensor](), 0
         self._tables: tuple[StreamRows, RowWrites] | None = None
         self._rotations: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._steps = self._cosine = self._sine = self._skip = (
-            0  # of the rotations: number, addresses, bytes of one
-        )
+        self._steps, self._step_bytes, self._addresses = 0, 0, (0, 0)  # of the rotations
 
     def use(self, rows: StreamRows, writes: RowWrites) -> None:
         """Has the steps that follow use these tables, with what they say by then.
@@ -106,8 +104,8 @@ class WholeDecoder:
             ):
                 raise ValueError(f"{tuple(table.shape)} {table.dtype} are no rotations of {shape}")
         self._rotations = cosine, sine
-        self._steps, self._skip = len(cosine), cosine[:1].nbytes
-        self._cosine, self._sine = cosine.data_ptr(), sine.data_ptr()
+        self._steps, self._step_bytes = len(cosine), cosine[:1].nbytes
+        self._addresses = cosine.data_ptr(), sine.data_ptr()
 
     def __call__(self, tokens: list[int], step: int) -> torch.Tensor:
         """Runs a step: keys and values are written, then attended to.
@@ -132,6 +130,7 @@ class WholeDecoder:
         this.threads = torch.get_num_threads()
         if this.threads > self._threads:
             self._room, self._threads = self._layers.make_room(this, self.most_rows), this.threads
-        this.cosine, this.sine = self._cosine + step * self._skip, self._sine + step * self._skip
+        skipped = step * self._step_bytes
+        this.cosine, this.sine = self._addresses[0] + skipped, self._addresses[1] + skipped
         self._function(self._layers.struct, this, *self._places)
         return self._logits[:rows]

@@ -269,7 +269,8 @@ class Engine(ABC):
     def compile(
         self, chunk: Chunk, wrapping: Wrapping = BARE, exists: Callable[[], object] | None = None
     ) -> Future[int]:
-        """Compiles a chunk and stores it. The result of the future is the chunk's token count, or an MPICError.
+        """Compiles a chunk and stores it. The result of the future is the chunk's token count, or an error: one that is
+        no MPICError is for the log, and not for users.
 
         Args:
             exists: raises if what the chunk belongs to was deleted. It is called, and what it raises is raised, when

@@ -71,6 +71,14 @@ def as_failure(error: BaseException) -> MPICError:
     """Converts any exception to an error of ``mpic.errors``."""
     if isinstance(error, MPICError):
         return error
-    if memory.is_exhaustion(error):
-        return OutOfMemory("the server has not enough memory for this request now")
-    return MPICError(f"{type(error).__name__}: {error}")
+    short = as_shortage(error)
+    return short if isinstance(short, MPICError) else MPICError(f"{type(error).__name__}: {error}")
+
+
+def as_shortage(error: BaseException) -> BaseException:
+    """Returns OutOfMemory in place of an error that reports exhausted memory; others as they are."""
+    if isinstance(error, MPICError) or not memory.is_exhaustion(error):
+        return error
+    short = OutOfMemory("the server has not enough memory for this request now")
+    short.__cause__ = error
+    return short

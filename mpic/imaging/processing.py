@@ -1,17 +1,22 @@
 """What a model's processor makes of images: the same as when transformers calls it with a prompt.
 
 A processor gives its image processor settings that this one does not have on its own: InternVL's cuts images into
-tiles, although the image processor by itself does not. Hence nothing else here calls an image processor directly.
+tiles, although the image processor by itself does not. Hence the engines call image
+processors through this module only.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from PIL import Image
 
 from mpic.errors import ModelRefused
+
+_OF_ARRAYS = ("return_tensors", "data_format")
+"""Settings that say how pixels are laid out in memory; models take one layout only."""
 
 
 def process_images(processor: Any, images: Sequence[Any]) -> tuple[Mapping[str, Any], list[str]]:
@@ -30,9 +35,19 @@ def process_images(processor: Any, images: Sequence[Any]) -> tuple[Mapping[str, 
     try:
         return whole(images, **image_settings(processor))
     except NotImplementedError as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_name != "replace_image_token":
+            raise
         raise ModelRefused(
             f"{type(processor).__name__} does not say what it puts into a prompt for an image"
         ) from error
+
+
+def cut_at_tokens(text: str, token: str) -> tuple[str, str, str] | None:
+    """Returns what a processor puts into a prompt for an image: the text before the first ``token``, from there to the
+    end of the last, and behind it; None where there is no such token."""
+    first, last = text.find(token), text.rfind(token) + len(token)
+    return None if first < 0 else (text[:first], text[first:last], text[last:])
 
 
 def image_text(processor: Any, size: tuple[int, int]) -> tuple[str, str, str]:
@@ -46,12 +61,13 @@ def image_text(processor: Any, size: tuple[int, int]) -> tuple[str, str, str]:
     if not texts:
         return "", "", ""
     [token, *_] = processor.tokenizer.convert_ids_to_tokens(list(processor.image_token_ids))
-    if token not in texts[0]:
+    cut = cut_at_tokens(texts[0], token)
+    if cut is None:
         raise ModelRefused(
             f"{type(processor).__name__} replaces an image by {texts[0][:80]!r}, without {token}"
         )
-    before, *inner, after = texts[0].split(token)
-    return before, "".join(inner), after
+    before, inner, after = cut
+    return before, inner.replace(token, ""), after
 
 
 def image_settings(processor: Any) -> dict[str, Any]:
@@ -77,7 +93,3 @@ def changed_settings(processor: Any) -> dict[str, Any]:
         for key, value in sorted(settings.items())
         if key in taken and key not in _OF_ARRAYS and (value or None) != (getattr(own, key, None) or None)
     }
-
-
-_OF_ARRAYS = ("return_tensors", "data_format")
-"""Settings that say how pixels are laid out in memory; models take one layout only."""

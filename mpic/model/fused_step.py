@@ -111,7 +111,10 @@ class FusedStep:
         """Returns whether the next step, if its rows stand alone, may be run by a ``whole_decoder``."""
         if not self._begins_with_tokens or not self._loaded.streams or self._loaded.triton is not None:
             return False
-        return not self._watch_from_tokens.change()
+        change = self._watch_from_tokens.change()
+        if bool(change) != bool(self._change):
+            self._changed()  # says so
+        return not change
 
     def whole_decoder(self) -> WholeDecoder:
         """Returns what runs steps of rows that stand alone from their tokens to their logits, with memory of its own.

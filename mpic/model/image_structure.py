@@ -93,11 +93,11 @@ def layout_note(loaded: LoadedModel) -> str | None:
     if not _is_whole(loaded):
         return None
     images = [gradient(_SIZES[0])] * 2
-    alone = sum(_count(loaded, _prompt_of(loaded, [image])) for image in images)
+    alone = 2 * _count(loaded, _prompt_of(loaded, images[:1]))
     try:
         together = _count(loaded, _prompt_of(loaded, images, as_one=True))
-    except Exception:  # a processor that takes no lists of lists has no second layout
-        return None
+    except (ValueError, TypeError, IndexError, AttributeError):
+        return None  # a processor that takes no lists of lists has no second layout
     if together == alone:
         return None
     return (

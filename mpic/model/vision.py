@@ -13,7 +13,7 @@ from torch import nn
 from mpic import memory
 from mpic.errors import UnsupportedModality
 from mpic.imaging.clips import Clip, Sample
-from mpic.imaging.processing import process_images
+from mpic.imaging.processing import cut_at_tokens, process_images
 from mpic.kv.chunk import ChunkInputs
 from mpic.model.bidirectional import Scope
 from mpic.model.clip_sampling import bytes_needed, metadata_of, sampler
@@ -82,12 +82,12 @@ def image_tokens(model: VisionModel, text: str) -> list[int]:
     """Returns the token ids, from the first of an image's to the last, in what a processor puts into a prompt for
     it."""
     token = model.tokenizer.convert_ids_to_tokens(model.image_token_id)
-    first, last = text.find(token), text.rfind(token) + len(token)
-    if first < 0:
+    cut = cut_at_tokens(text, token)
+    if cut is None:
         raise UnsupportedModality(
             f"model {model.info.name}: its processor puts no {token} in place of an image"
         )
-    inner = text[first:last]
+    inner = cut[1]
     between = inner.replace(token, "")
     if not between:  # by far the most; a tokenizer takes its time for thousands of tokens
         return [model.image_token_id] * (len(inner) // len(token))

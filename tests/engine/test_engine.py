@@ -284,21 +284,27 @@ def test_idle_chunks_are_evicted_least_recently_used_first(make_engine):
     assert engine.stats()["counters"]["evicted_chunks"] > 0
 
 
-def test_a_request_that_has_to_wait_evicts_nothing(make_engine):
+def test_a_request_that_has_to_wait_evicts_nothing(make_engine, monkeypatch):
     """It would take its own pages and those of two missing chunks from the caches before it found out."""
     engine = make_engine(pages=24)
     cached = [text_chunk(ids(20 + i, 40)) for i in range(2)]  # 5 pages each
     for chunk in cached:
         answer(engine, prompt_of(ids(1, 3), chunk, ids(2, 2)), "reuse", 2)
-    running = engine.submit(request_of(prompt_of(ids(9, 14)), "full", 50))  # 8 pages
-    next(iter(running))
+    seen, run = [], engine.runner.run
+
+    def watched(*args):
+        resident = {key.chunk for key in engine.device.chunks}
+        seen.append((engine.scheduler.blocked, engine.device.counters["evicted_chunks"], resident))
+        return run(*args)
+
+    monkeypatch.setattr(engine.runner, "run", watched)
     wanted = [text_chunk(ids(30 + i, 40)) for i in range(4)]
-    waiting = engine.submit(request_of(prompt_of(ids(1, 3), *wanted, ids(2, 2)), "reuse", 2))
-    until(lambda: engine.scheduler.blocked)
-    go = pause(engine)
-    evicted, resident = engine.device.counters["evicted_chunks"], {key.chunk for key in engine.device.chunks}
-    go.set()
-    assert len(running.result().token_ids) == 49 and len(waiting.result().token_ids) == 2
+    both = [
+        request_of(prompt_of(ids(9, 14)), "full", 50),  # 8 pages
+        request_of(prompt_of(ids(1, 3), *wanted, ids(2, 2)), "reuse", 2),
+    ]
+    assert [len(stream.result().token_ids) for stream in submit_together(engine, both)] == [50, 2]
+    _, evicted, resident = next(step for step in seen if step[0])
     assert evicted == 0 and {chunk.key for chunk in cached} <= resident
 
 

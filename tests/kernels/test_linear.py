@@ -124,7 +124,7 @@ def test_other_dtypes_have_no_kernel():
 @needs_compiler
 def test_a_damaged_file_in_the_cache_folder_is_built_again(tmp_path, monkeypatch):
     monkeypatch.setattr(c_kernel, "_cache_folder", lambda: tmp_path)
-    built = c_kernel._built(COMPILER, linear.SOURCE, "fp32", ["-DBFLOAT16=0"])
+    built = c_kernel._built(tmp_path, COMPILER, linear.SOURCE, "fp32", ["-DBFLOAT16=0"])
     built.write_bytes(bytes(built.stat().st_size))
     assert c_kernel.build(linear.SOURCE, "fp32", ["-DBFLOAT16=0"]).multiply
     assert any(built.read_bytes())
@@ -135,7 +135,7 @@ def test_a_file_that_ends_too_early_is_not_loaded(tmp_path, monkeypatch):
     """A copy of the folder may have been interrupted. Loading such a file ends the process with a bus error, which
     nothing can catch, so here another process loads it."""
     monkeypatch.setattr(c_kernel, "_cache_folder", lambda: tmp_path)
-    built = c_kernel._built(COMPILER, linear.SOURCE, "fp32", ["-DBFLOAT16=0"])
+    built = c_kernel._built(tmp_path, COMPILER, linear.SOURCE, "fp32", ["-DBFLOAT16=0"])
     os.truncate(built, built.stat().st_size // 2)
     script = (
         "import pathlib; from mpic.kernels import c_kernel, linear; "
@@ -149,7 +149,7 @@ def test_a_file_that_ends_too_early_is_not_loaded(tmp_path, monkeypatch):
 def test_a_file_that_others_could_write_is_not_loaded(tmp_path, monkeypatch):
     """It may have been put there before the folder was closed to others."""
     monkeypatch.setattr(c_kernel, "_cache_folder", lambda: tmp_path)
-    built = c_kernel._built(COMPILER, linear.SOURCE, "fp32", ["-DBFLOAT16=0"])
+    built = c_kernel._built(tmp_path, COMPILER, linear.SOURCE, "fp32", ["-DBFLOAT16=0"])
     built.chmod(0o666)
     planted = built.stat().st_ino
     assert c_kernel.build(linear.SOURCE, "fp32", ["-DBFLOAT16=0"]).multiply

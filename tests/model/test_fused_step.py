@@ -238,7 +238,9 @@ def test_modules_that_change_are_run_and_the_change_is_told(what):
     if what in ("hook", "pre-hook", "forward"):
         assert seen
     if what in ("hook", "pre-hook"):
+        assert not fused.begins_with_tokens()
         hook.remove()
+        assert fused.begins_with_tokens() and loaded.info.details[NOTE] == ""
         loaded.forward(inputs, positions, step, torch.arange(2))
         assert fused.counters["fused_steps"] == 1 and loaded.info.details[NOTE] == ""
 

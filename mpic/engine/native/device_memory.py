@@ -123,9 +123,8 @@ class DeviceMemory:
         """Returns whether an extent and missing chunks take no more pages than are free and can be freed: what waits
         all the same must not evict anything first."""
         extents = {linked.key: len(linked.inputs) + linked.key.recipe.sink for linked in missing}
-        pages = sum(map(self.pool.pages_for, extents.values())) + (
-            self.pool.pages_for(tokens) if tokens else 0
-        )
+        sizes = [*extents.values(), *([tokens] if tokens else [])]
+        pages = sum(map(self.pool.pages_for, sizes))
         free = self.pool.free_pages
         return pages <= free or pages <= free + self.device.evictable_pages()
 

@@ -20,7 +20,7 @@ import torch
 
 from mpic.engine.accounting import Arrivals
 from mpic.engine.base import Engine, GenerationRequest
-from mpic.engine.checks import as_failure
+from mpic.engine.checks import as_failure, as_shortage
 from mpic.engine.native.ahead import Ahead
 from mpic.engine.native.batch import BatchSlice, CompileJob, CompileRequest
 from mpic.engine.native.builder import RequestBuilder
@@ -177,7 +177,7 @@ class NativeEngine(Engine):
                 if request is not None:
                     self._post(lambda: self.scheduler.add(request))
             except BaseException as error:
-                self._preparation.fail(future, as_failure(error))
+                self._preparation.fail(future, as_shortage(error))
 
         with self._inbox.lock:
             if not self._inbox.closed:

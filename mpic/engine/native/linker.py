@@ -118,15 +118,17 @@ class ChunkLinker:
         uncompressed."""
         if self._store is None or not asked:
             return
-        found, whole = self._store.find([one.key for one in asked]), {}
+        found = self._store.find([one.key for one in asked])
+        whole: dict[_Sought, KVKey] = {}
         for one in asked:
-            one.stored, press = found.get(one.key), parse_press(one.key.recipe.press)
+            one.stored = found.get(one.key)
+            press = parse_press(one.key.recipe.press)
             if one.stored is None and press is not None and not press.needs_queries:
                 recipe = replace(one.key.recipe, press="")
                 whole[one] = KVKey.of(one.key.owner, one.key.chunk, one.key.model, recipe)
-        found = self._store.find(list(whole.values())) if whole else {}
+        uncompressed = self._store.find(list(whole.values())) if whole else {}
         for one, key in whole.items():
-            one.stored = found.get(key)
+            one.stored = uncompressed.get(key)
             one.uncompressed = one.stored is not None
 
     def _linked(self, one: _Sought, policy: Policy, arrived: float) -> LinkedChunk:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpic.engine.checks import as_failure
+from mpic.engine.checks import as_shortage
 from mpic.engine.native.device_load import DeviceLoad
 from mpic.engine.native.loader import ChunkLoad, LoadQueue
 from mpic.engine.native.presser import Presser
@@ -264,9 +264,8 @@ class Transfers:
         """Returns the barrier of a step with rows of these requests: the loads that it runs beside, or None."""
         if not self.loading:
             return None
-        loads = {linked.resident.progress for request in requests for linked in request.prompt.needed} - {
-            None
-        }
+        loads = {linked.resident.progress for request in requests for linked in request.prompt.needed}
+        loads.discard(None)
         return LayerBarrier(loads, self.patience) if loads else None
 
     def stop_waiting(self) -> None:
@@ -358,7 +357,7 @@ class Transfers:
             log.warning("chunk %s could not be saved: %s", key.chunk, error)
             self.counters["save_failures"] += 1
             for future in futures:
-                future.set_exception(as_failure(error))
+                future.set_exception(as_shortage(error))
         else:
             for future in futures:
                 future.set_result(len(inputs))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpic.engine.accounting import oversized_chunk
-from mpic.engine.checks import as_failure
+from mpic.engine.checks import as_shortage
 from mpic.engine.tombstones import Tombstones
 from mpic.engine.vllm.frontend.chunk_files import ChunkFiles
 from mpic.engine.vllm.frontend.chunks import ChunkSizes, CompiledChunk, CompileTask, LinkedChunk
@@ -33,7 +33,6 @@ from mpic.errors import (
 from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKV, KVKey
 from mpic.kv.store import ChunkStore, StoredChunk
 from mpic.link import BARE, Policy, Wrapping
-from mpic.memory import is_exhaustion
 
 log = logging.getLogger(__name__)
 CONCURRENT_COMPILES = 8
@@ -239,14 +238,11 @@ class ChunkCompiler:
                     spooled = await asyncio.to_thread(self._spool.write, made, file)
                 size = self.sizes.keep(key, len(inputs), inputs.rotary_length)
                 return CompiledChunk(size, stored, spooled, unkept)
-        except MPICError:
-            raise
-        except OSError as error:
-            if is_exhaustion(error):
-                raise as_failure(error) from error
-            raise CompileFailed(f"a compiled chunk could not be handed over: {error}") from error
         except Exception as error:
-            raise as_failure(error) from error
+            known = as_shortage(error)
+            if isinstance(known, OSError):
+                raise CompileFailed(f"a compiled chunk could not be handed over: {error}") from error
+            raise known  # noqa: B904 - it knows its cause
         finally:
             self._tombstones.end(arrived)
             await self._remove(self._spool.folder / folder)

@@ -20,7 +20,7 @@ import vllm
 from mpic.config import EngineConfig
 from mpic.engine.accounting import Arrivals
 from mpic.engine.base import Engine, GenerationRequest
-from mpic.engine.checks import as_failure
+from mpic.engine.checks import as_shortage
 from mpic.engine.stream import DeltaStream
 from mpic.engine.tombstones import Tombstones
 from mpic.engine.vllm import wire
@@ -32,7 +32,7 @@ from mpic.engine.vllm.frontend.options import check_device, engine_args
 from mpic.engine.vllm.frontend.prepare import PromptPreparer
 from mpic.engine.vllm.frontend.request import Request, Runtime, Status
 from mpic.engine.vllm.frontend.shifttest import shift_test
-from mpic.errors import EngineStopped, IntegrityError, ModelRefused, MPICError
+from mpic.errors import EngineStopped, IntegrityError, ModelRefused
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.kv.store import ChunkStore
 from mpic.library import Library, Limits
@@ -182,10 +182,8 @@ class VLLMEngine(Engine):
                 if self._stopping:
                     raise EngineStopped("the engine was stopped") from None
                 raise
-            except MPICError:
-                raise
             except Exception as error:
-                raise as_failure(error) from error
+                raise as_shortage(error)  # noqa: B904 - it knows its cause
             finally:
                 self.tombstones.end(arrived)
 

@@ -1,5 +1,5 @@
-"""A process of vLLM ends with the process that started it, and not before: when that one has been killed, because
-nothing else would end it, and not by Ctrl-C, which a terminal sends to both."""
+"""A process of vLLM ends when the process that started it has been killed, because nothing else would end it. It
+ignores Ctrl-C, which a terminal sends to both: the process that started it ends it."""
 
 from __future__ import annotations
 
