@@ -288,7 +288,8 @@ def test_a_chunk_that_only_a_farther_tier_has_is_copied_to_the_disk_or_compiled(
     drop(store, key, bench.library.catalog)
     if damaged:
         monkeypatch.setattr(Remote.Chunk, "read_layers", Mock(side_effect=CorruptFile("gone bad")))
-    monkeypatch.setattr(bench.engine.compiler, "_store", TieredStore(store, (), [remote]))
+    for owner in (bench.engine.compiler, bench.engine.compiler.files):
+        monkeypatch.setattr(owner, "_store", TieredStore(store, (), [remote]))
     answer = bench.ask(prompt, "reuse", user=f"after {damaged}")
     [use] = answer.usage.chunks
     assert use.tier == ("compiled" if damaged else "remote")
