@@ -1,4 +1,4 @@
-"""What a model's processor makes of images: the same as when transformers calls it with a prompt.
+"""Has a model's processor process images exactly as it does when transformers calls it with a prompt.
 
 A processor gives its image processor settings that this one does not have on its own: InternVL's cuts images into
 tiles, although the image processor by itself does not. Hence the engines call image

@@ -1,4 +1,4 @@
-"""What a model's processor puts into a prompt for an image, asked when the model is loaded.
+"""Asks a model's processor, when the model is loaded, which tokens it puts into a prompt for an image.
 
 A chunk holds the tokens from the first of its image to the last, and the prompt template puts the same text around
 every image. A processor may do otherwise for images of some sizes only, such as those that it cuts into tiles, hence it
@@ -22,9 +22,9 @@ _SIZES = ((64, 64), (1280, 960), (1500, 300), (300, 1500))
 """Width and height of the images: the first one is what ``mpic.prompt.markers`` asks about, and the others are cut into
 tiles by every processor that cuts any."""
 _SMALL = ((96, 48), (48, 96))
-"""Of images that are cut by their proportions, such as InternVL's, these get the fewest tiles beyond one."""
+"""Sizes of the images that get the fewest tiles beyond one where proportions decide, as with InternVL."""
 _MEDIUM = (600, 300)
-"""The same of images that are cut by their size, such as those of Cohere2Vision."""
+"""The size of the image that does where sizes decide, as with Cohere2Vision."""
 
 
 def gradient(size: tuple[int, int]) -> Image.Image:

@@ -69,7 +69,7 @@ def test_a_chunk_that_a_worker_had_no_memory_for_can_be_asked_for_again(spool):
 
 
 def test_nothing_more_is_waited_for_when_vllm_has_died(spool):
-    """What it has written to the end is read."""
+    """A chunk that vLLM has written to the end before it died is read."""
     spool.at = {20.0: lambda: (spool.other / "part.tmp").write_bytes(b"x")}
     with pytest.raises(EngineStopped, match="died"):
         compiled.read_compiled(spool.mine, TIMEOUT, dead=lambda: spool.now >= 5)

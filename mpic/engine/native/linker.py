@@ -30,8 +30,8 @@ _REMEMBERED_BYTES = 512 << 20
 
 @dataclass(eq=False)
 class _Sought:
-    """What is known of a chunk while it is looked for, from the nearest tier to the farthest. ``uncompressed``: what is
-    stored is the form that its press has yet to compress."""
+    """A chunk that is looked for, from the nearest tier to the farthest, with all that has been found of it.
+    ``uncompressed``: what is stored is the form that its press has yet to compress."""
 
     chunk: Chunk
     key: KVKey

@@ -33,7 +33,7 @@ from mpic.library.folder.sidecars import Sidecars
 KEYS = "keys.sqlite"
 SAVINGS = "savings.sqlite"
 NAMES = {CATALOG: NAME, KEYS: "the key store", SAVINGS: "the savings ledger"}
-"""What messages call the databases of a library."""
+"""The names of a library's databases in messages."""
 FORMAT = 1
 ROUNDS = 20
 PIECE = 8 << 20
