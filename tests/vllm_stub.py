@@ -10,13 +10,12 @@ from types import SimpleNamespace
 
 from engine_kit import ids, prompt_of, request_of, text_chunk, until
 from library_tools import make_chunk
-from threads_kit import started
 from vllm_kit import make_tokenizer
 
 from mpic.config import EngineConfig
 from mpic.engine.vllm.frontend import compiled as exported
 from mpic.engine.vllm.frontend import engine as module
-from mpic.engine.vllm.frontend.client import VLLMClient
+from mpic.engine.vllm.frontend.loop_thread import LoopThread
 from mpic.engine.vllm.frontend.model import ModelDescription
 from mpic.engine.vllm.frontend.prompts import VLLMPrompt
 from mpic.kv.chunk import KVKey, KVShape
@@ -26,24 +25,19 @@ CHUNK = text_chunk(ids(3, 5))
 READ = exported.read_compiled
 
 
-class Stub:
+class Stub(LoopThread):
     """Takes the place of ``VLLMClient``. A compile waits for ``go``."""
 
     context, processor, dead, ending = 1024, None, False, False
     answer = make_tokenizer("llama").encode("abcdefgh", add_special_tokens=False)
 
     def __init__(self, *_: object) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = started(self.loop.run_forever)
+        super().__init__("vllm-stub")
         self.go = threading.Event()
         self.compiles = 0
         self.fallbacks = [[(0, "corrupt")]]  # of the requests to come
 
-    submit, wait = VLLMClient.submit, VLLMClient.wait
-    _stop = VLLMClient._stop
-
-    def close(self) -> None:
-        self._stop()
+    close = LoopThread.stop
 
     async def render(self, parts: list, salt: str) -> VLLMPrompt:
         return VLLMPrompt(range(5), (), None)

@@ -320,12 +320,29 @@ def test_those_who_leave_and_join_while_a_compile_ends_are_counted_as_users_of_i
 def test_closing_gives_up_compiles_that_wait_or_that_vllm_computes(engine, queue):
     waiting = [queue(text_chunk(ids(number, 5))) for number in range(5)]
     computing = [engine.compile(text_chunk(ids(100 + i, 5))) for i in range(SLOTS)]
-    until(lambda: sum(task.waiting for task in list(engine.compiler._tasks.values())) == 5 + 2 * SLOTS)
     engine.close()
     assert not engine.client.go.is_set() and engine.client.compiles == SLOTS
     for future in (*waiting, *computing):
         with pytest.raises(EngineStopped):
             future.result(20)
+
+
+@pytest.mark.timeout(60)
+def test_closing_gives_up_a_compile_that_has_not_looked_into_the_store_yet(engine, monkeypatch):
+    looking, closed, look = threading.Event(), threading.Event(), engine._store.open
+
+    def slow(key):
+        looking.set()
+        closed.wait(20)
+        return look(key)
+
+    monkeypatch.setattr(engine._store, "open", slow)
+    compiled = engine.compile(CHUNK)
+    assert looking.wait(20)
+    monkeypatch.setattr(engine, "_close_own", closed.set)
+    engine.close()
+    with pytest.raises(EngineStopped):
+        compiled.result(20)
 
 
 @pytest.mark.timeout(60)

@@ -1,17 +1,15 @@
-"""Runs vLLM's ``AsyncLLM`` on an event loop in a thread of its own, and converts its errors to those of
+"""Runs vLLM's ``AsyncLLM`` on the event loop of a ``LoopThread``, and converts its errors to those of
 ``mpic.errors``."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMClientError
 from vllm.outputs import RequestOutput
@@ -23,6 +21,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from mpic import memory
 from mpic.config import ConfigError
+from mpic.engine.vllm.frontend.loop_thread import LoopThread
 from mpic.engine.vllm.frontend.prompts import VLLMPrompt, accept_soft_ids, token_prompt
 from mpic.engine.vllm.wire import FIELD, CompileOrder
 from mpic.errors import (
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 NO_CLIPS = (
     "clips cannot be linked inside vLLM: use --engine native, or send the frames you want seen as images"
 )
@@ -73,7 +71,7 @@ class Gauges(StatLoggerBase):
         """Logs nothing."""
 
 
-class VLLMClient:
+class VLLMClient(LoopThread):
     """Starts vLLM and sends it requests.
 
     Args:
@@ -81,7 +79,6 @@ class VLLMClient:
         soft: trained tokens of the model's adapter, whose ids prompts may have (``wire.FIRST_SOFT``).
 
     Attributes:
-        loop: the event loop that everything ``async`` here runs on.
         context: most tokens of a prompt and its answer together.
         blocks, block_size: blocks of the KV cache, and tokens of a block.
 
@@ -93,13 +90,11 @@ class VLLMClient:
         self._image = image
         self._pictures = asyncio.Semaphore(RENDERED_AT_ONCE)
         self.gauges: list[Gauges] = []
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, name="mpic-vllm", daemon=True)
-        self._thread.start()
+        super().__init__("mpic-vllm")
         try:
             self._llm: Any = self.wait(self._start(args))
         except BaseException as error:
-            self._stop()
+            self.stop()
             if not isinstance(error, Exception) or isinstance(error, MPICError):
                 raise
             raise ConfigError(f"vLLM did not start: {error}", param="engine") from error
@@ -110,10 +105,6 @@ class VLLMClient:
         self.blocks: int = config.cache_config.num_gpu_blocks or 0
         self.attention = str(getattr(config.attention_config.backend, "name", None) or "auto")
 
-    def _serve(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
-
     async def _start(self, args: AsyncEngineArgs) -> AsyncLLM:
         def gauges(vllm_config: Any, engine_index: int = 0) -> Gauges:
             self.gauges.append(Gauges(vllm_config, engine_index))
@@ -122,22 +113,6 @@ class VLLMClient:
         return AsyncLLM.from_engine_args(args, stat_loggers=[gauges])
 
     # ---- from any thread
-
-    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Runs something on the loop.
-
-        Raises:
-            EngineStopped: the loop has ended.
-        """
-        try:
-            return asyncio.run_coroutine_threadsafe(work, self.loop)
-        except RuntimeError as error:
-            work.close()
-            raise EngineStopped("the engine has been stopped") from error
-
-    def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs something on the loop and waits for its result."""
-        return self.submit(work).result()
 
     @property
     def dead(self) -> bool:
@@ -156,20 +131,11 @@ class VLLMClient:
     def close(self) -> None:
         """Ends vLLM's processes and the loop."""
         self.wait(self._shutdown())
-        self._stop()
+        self.stop()
 
     async def _shutdown(self) -> None:
         llm, self._llm = self._llm, None
         llm.shutdown()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _stop(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-        self.loop.close()
 
     # ---- on the loop
 

@@ -147,8 +147,8 @@ class VLLMEngine(Engine):
             self._runtime.preparer.check(request)
             stream = DeltaStream(request.id)
             active = Request(self._runtime, request, stream, arrived, self._salt(request))
-            stream.on_abort = lambda: self._post(lambda: self._abort(active))
-            self._post(lambda: self._begin(active), quiet=False)
+            stream.on_abort = lambda: self._post_abort(active)
+            self.client.post(lambda: self._begin(active))
             undo.pop_all()
         return stream
 
@@ -270,13 +270,9 @@ class VLLMEngine(Engine):
             self._own.close()
             shutil.rmtree(self._own.root, ignore_errors=True)
 
-    def _post(self, message: Callable[[], None], quiet: bool = True) -> None:
-        """Runs something on the loop. Raises EngineStopped if the loop has ended, unless ``quiet``."""
-        try:
-            self.client.loop.call_soon_threadsafe(message)
-        except RuntimeError as error:
-            if not quiet:
-                raise EngineStopped("the engine has been stopped") from error
+    def _post_abort(self, active: Request) -> None:
+        with suppress(EngineStopped):  # then it has been aborted
+            self.client.post(lambda: self._abort(active))
 
     # ---- on the loop
 

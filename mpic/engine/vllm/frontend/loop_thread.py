@@ -1,0 +1,79 @@
+"""An event loop in a thread of its own, to which other threads hand work until it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from mpic.errors import EngineStopped
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Starts the thread and runs the loop until ``stop``.
+
+    Attributes:
+        loop: the event loop.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._taking = threading.Lock()
+        self._ended = False
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Runs something on the loop. It is cancelled if the loop ends before it has ended, but never before its first
+        step.
+
+        Raises:
+            EngineStopped: the loop ends or has ended.
+        """
+        with self._taking:
+            if not self._ended:
+                return asyncio.run_coroutine_threadsafe(work, self.loop)
+        work.close()
+        raise EngineStopped("the engine has been stopped")
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs something on the loop and waits for its result. Raises what ``submit`` raises."""
+        return self.submit(work).result()
+
+    def post(self, call: Callable[[], object]) -> None:
+        """Makes a call on the loop, without waiting for it.
+
+        Raises:
+            EngineStopped: the loop ends or has ended.
+        """
+        with self._taking:
+            if self._ended:
+                raise EngineStopped("the engine has been stopped")
+            self.loop.call_soon_threadsafe(call)
+
+    def stop(self) -> None:
+        """Takes nothing more, cancels all tasks, waits for them, and ends the loop and its thread."""
+        with self._taking:
+            if self._ended:
+                return
+            self._ended = True
+        asyncio.run_coroutine_threadsafe(_end_tasks(), self.loop).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+async def _end_tasks() -> None:
+    """Cancels all other tasks until there are none: one that is cancelled may begin another."""
+    while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
