@@ -315,7 +315,21 @@ def test_a_folder_that_is_no_backup_or_has_a_damaged_catalogue_is_refused(librar
     assert not (tmp_path / "r").exists() and not (tmp_path / "c").exists()
 
 
-@pytest.mark.parametrize("name", ["keys.sqlite", "files/mine.txt", "catalog.sqlite", "mpic-library.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "keys.sqlite",
+            "files/mine.txt",
+            "catalog.sqlite",
+            "mpic-library.json",
+            "savings.sqlite",
+            "mine.txt",
+        ),
+        *(f"{name}-{log}" for name in ("keys.sqlite", "savings.sqlite") for log in ("wal", "journal")),
+        "catalog.sqlite-journal",
+    ],
+)
 def test_a_restore_goes_into_a_new_folder_only(library, tmp_path, name):
     fill(library)
     backup(library.root, tmp_path / "b")
@@ -324,6 +338,14 @@ def test_a_restore_goes_into_a_new_folder_only(library, tmp_path, name):
     with pytest.raises(ForeignFolder, match=name.split("/")[0]):
         restore(tmp_path / "b", tmp_path / "r")
     assert [p.name for p in (tmp_path / "r").rglob("*") if p.is_file()] == [name.split("/")[-1]]
+
+
+def test_a_restore_goes_into_a_folder_of_empty_volumes(library, tmp_path):
+    fill(library)
+    backup(library.root, tmp_path / "b")
+    for name in ("lost+found", "files/lost+found", "kv"):
+        (tmp_path / "r" / name).mkdir(parents=True)
+    assert restore(tmp_path / "b", tmp_path / "r").counts["files"] == 4
 
 
 def test_an_interrupted_restore_is_not_a_library(library, tmp_path, monkeypatch):

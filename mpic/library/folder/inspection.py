@@ -13,7 +13,6 @@ import os
 import re
 import secrets
 import sqlite3
-from collections.abc import Iterable
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -151,17 +150,32 @@ def no_library(root: Path) -> Unavailable:
     )
 
 
-def refuse_taken(root: Path, names: Iterable[str] = TAKEN) -> None:
-    """Refuses a folder in which one of these names is taken.
+def refuse_taken(root: Path) -> None:
+    """Refuses a folder in which one of the names that a library uses is taken.
 
     Raises:
         ForeignFolder: one of the names is taken.
     """
-    taken = [name for name in names if _taken(root / name)]
+    taken = [name for name in TAKEN if _taken(root / name)]
     if taken:
         raise ForeignFolder(
             f"{root} is not a library, and it holds {', '.join(taken)}, which a library would use. Nothing was "
             "changed. Give an empty or a new folder as --data-dir."
+        )
+
+
+def refuse_filled(root: Path) -> None:
+    """Refuses a folder in which there is anything but empty folders, which may be mounted file systems. Another
+    program's file could be overwritten there, and SQLite would write a log that lies beside a database into it.
+
+    Raises:
+        ForeignFolder: there is something else.
+    """
+    found = sorted(name for name in os.listdir(root) if name != "lost+found" and _taken(root / name))
+    if found:
+        names = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+        raise ForeignFolder(
+            f"{root} is not empty: it holds {names}. Nothing was changed. Give an empty or a new folder as --data-dir."
         )
 
 

@@ -17,13 +17,12 @@ from mpic.durable import FileSystem
 from mpic.errors import LibraryGone, LibraryInUse
 from mpic.library.folder.inspection import (
     MARKER,
-    TAKEN,
     UNFINISHED,
     Marker,
     inspect,
     inspect_damaged,
     no_library,
-    refuse_taken,
+    refuse_filled,
 )
 from mpic.library.folder.layout import CATALOG, LOCK
 
@@ -47,7 +46,8 @@ class FolderLock:
         """Locks the folder. With ``create``, a new folder and its marker are made.
 
         Raises:
-            LibraryInUse: another process has the folder, or there is no library and ``create`` is False.
+            LibraryInUse: another process has the folder.
+            Unavailable: there is no library, and ``create`` is False.
             ForeignFolder: it is not a library's, and names that a library uses are taken.
             DatabaseDamaged: the catalogue is missing or damaged, and files of the library are there.
             IntegrityError: the catalogue is another library's, or a newer version wrote the marker.
@@ -67,7 +67,8 @@ class FolderLock:
             change: False leaves nothing in the folder, not even a marker.
 
         Raises:
-            LibraryInUse: another process has it, or there is no library.
+            LibraryInUse: another process has it.
+            Unavailable: there is no library.
         """
         with self._taking():
             marker = inspect_damaged(self.root)
@@ -85,7 +86,7 @@ class FolderLock:
         """
         self._filesystem.make_folder(self.root)
         with self._taking():
-            refuse_taken(self.root, (*TAKEN, MARKER, "keys.sqlite"))
+            refuse_filled(self.root)
             self._mark(Marker(id, "restoring"))
         return self
 
