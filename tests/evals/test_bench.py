@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+from collections import Counter
 from dataclasses import replace
 from io import StringIO
+from itertools import pairwise
 from unittest.mock import Mock
 
 import pytest
@@ -14,7 +17,7 @@ from bench_kit import run_bench
 from rich.console import Console
 from typer.testing import CliRunner
 
-from mpic.engine.base import Delta, GenerationUsage
+from mpic.engine.base import ChunkUse, Delta, GenerationUsage
 from mpic.engine.stream import DeltaStream
 from mpic.evals.bench import (
     arrivals,
@@ -49,6 +52,7 @@ from mpic.evals.bench.harness import (
     Ticker,
     interleave,
     paired,
+    rotated,
 )
 from mpic.evals.bench.merge import earlier
 from mpic.evals.bench.results import as_json, print_report
@@ -232,6 +236,16 @@ def test_columns_take_turns_in_starting_a_round_and_the_first_round_is_cold():
     assert samples["a"] == Series(0.0, [1.0, 2.0])
 
 
+@pytest.mark.parametrize("columns", ["ab", "abc", "abcd", "abcde"])
+def test_every_column_stands_equally_often_in_each_place_and_behind_each_other_one(columns):
+    rounds = [rotated(columns, turn) for turn in range(2 * len(columns))]
+    assert all(sorted(order) == list(columns) for order in rounds)
+    places = Counter((place, name) for order in rounds for place, name in enumerate(order))
+    behind = Counter(pair for order in rounds for pair in pairwise(order))
+    assert set(places.values()) == set(behind.values()) == {2}
+    assert len(behind) == len(columns) * (len(columns) - 1)
+
+
 def test_ratios_are_taken_within_a_round():
     """A load that makes a whole round ten times slower does not change a ratio."""
     assert paired(Series(0, [2.0, 20.0, 2.0]), Series(0, [1.0, 10.0, 1.0])) == 2.0
@@ -261,13 +275,48 @@ def test_memory_fails_when_an_answer_depends_on_its_company(monkeypatch):
 
 def test_the_peak_of_a_backlog_counts_from_its_first_request(monkeypatch):
     sender = serving.PoolSender(
-        serving.Settings(pool=4, chunk_tokens=4), None, Mock(of=Mock(return_value=2e9))
+        serving.Settings(pool=4, chunk_tokens=4), Mock(), Mock(of=Mock(return_value=2e9))
     )
     served = arrivals.Served(5.0, 1.0, 5.0, GenerationUsage())
     monkeypatch.setattr(serving, "first_token", lambda *_: (1000.0, GenerationUsage()))
     monkeypatch.setattr(serving, "send", lambda engine, requests, times: [served for _ in requests])
     row = sender.backlog("reuse")
     assert row["requests_per_s"] == row["requests"] / 10 and row["gflop"] == 2
+
+
+@pytest.mark.parametrize("count, ratio, found", [(10, 0.5, 5), (11, 0.5, 6), (10, 0.0, 0), (13, 1.0, 13)])
+def test_as_many_requests_link_cached_chunks_as_the_share_says(count, ratio, found):
+    drawn = [serving.hits(random.Random(seed), count, ratio) for seed in range(20)]
+    assert {(len(one), sum(one)) for one in drawn} == {(count, found)}
+    assert len(set(map(tuple, drawn))) > 1 or found in (0, count)
+
+
+def test_a_row_of_partly_cached_requests_has_ten_of_them_and_says_the_share_that_came_of_it(monkeypatch):
+    sender = serving.PoolSender(serving.Settings(pool=4, chunk_tokens=4, seconds=0.1), Mock(), Mock())
+    served = arrivals.Served(5.0, 1.0, 5.0, GenerationUsage())
+    monkeypatch.setattr(serving, "send", lambda engine, requests, times: [served for _ in requests])
+    row = sender.arrivals("reuse", 1.0, ratio=0.5)
+    assert row["requests"] == serving.LEAST == 10 and row["cached"] == "50%"
+
+
+def test_the_pool_is_resident_before_a_row_is_measured_and_what_is_gone_meanwhile_is_told(monkeypatch):
+    engine = Mock()
+    sender = serving.PoolSender(
+        serving.Settings(pool=4, chunk_tokens=4), engine, Mock(of=Mock(return_value=1))
+    )
+    keys = [str(chunk.key) for chunk in sender.pool]
+    uses = tuple(
+        ChunkUse(key, None, 4, 4, 0, tier)
+        for key, tier in ((keys[0], "device"), (keys[1], "compiled"), ("new", "compiled"))
+    )
+    served = arrivals.Served(5.0, 1.0, 5.0, GenerationUsage(chunks=uses))
+    monkeypatch.setattr(serving, "first_token", lambda *_: (9e4, GenerationUsage()))
+    monkeypatch.setattr(serving, "send", lambda engine, requests, times: [served for _ in requests])
+    for measure in (sender.backlog, lambda policy: sender.arrivals(policy, 0.001)):
+        engine.compile.reset_mock()
+        row = measure("reuse")
+        assert [call.args[0] for call in engine.compile.call_args_list] == sender.pool
+        assert row["compiled_again"] == row["requests"]
 
 
 def test_several_backlogs_are_told_by_their_median_and_spread():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from typer.testing import CliRunner
 
 from mpic.evals.bench import checkpoint, cli, frames_vllm, serving_http, ttft_vllm, vllm_pair
-from mpic.evals.bench.harness import BENCHES, BenchDevice, BenchFailed
+from mpic.evals.bench.harness import BENCHES, BenchDevice, BenchFailed, Ticker
 from mpic.evals.bench.workload import DecoderShape, TowerShape, random_image, random_model
 
 CPU = BenchDevice(torch.device("cpu"), torch.float32)
@@ -21,7 +22,7 @@ TOWER = TowerShape(layers=1, hidden=32, heads=2, size=56, patch=8)
 PROMPT = {"images": 3, "system": 8, "text": 24, "answers": 2, "tokens": 32, "arrivals": 2, "gap": 0.02}
 PROMPT |= {"questions": 4}
 ONCE = {"repeats": 1, "vision_repeats": 1, "decode_repeats": 1}
-LOAD = {"pool": 3, "linked": 2, "text": 16, "answer": 2, "backlog": 0.1, "seconds": 0.2}
+LOAD = {"pool": 3, "linked": 2, "text": 16, "answer": 2, "backlog": 0.1, "repeats": 1, "seconds": 0.2}
 SETTINGS = {
     "ttft": ttft_vllm.Settings(TINY, TOWER, **PROMPT, **ONCE, block=32),
     "frames": frames_vllm.Settings(TINY, TOWER, frames=8, window=3, system=8, text=4, question=8),
@@ -119,6 +120,33 @@ def test_serving_prompts_name_linked_images_and_have_the_text_they_promise(tmp_p
         assert not prompt[0].startswith("IMAGE#") and not prompt[-1].startswith("IMAGE#")
     assert len({tuple(prompt[:4]) for prompt in prompts}) == len(prompts)
     assert len({tuple(w for w in p if w.startswith("IMAGE#")) for p in prompts}) > 1
+
+
+def test_policies_take_turns_with_their_backlogs_over_http(tmp_path, monkeypatch):
+    order = []
+
+    class Load:
+        def __init__(self, *_):
+            pass
+
+        def backlog(self, client, policy):
+            order.append(policy)
+            rate = float(len(order))
+            row = {"table": serving_http.BACKLOG, "policy": policy, "requests": 3, "alone_ms": 1.0}
+            return row | {"requests_per_s": rate, "tokens_per_s": 9}
+
+        def arrivals(self, policy, rate):
+            return {"policy": policy, "ttft_p99_ms": 1.0}
+
+    monkeypatch.setattr(serving_http, "_PoolLoad", Load)
+    monkeypatch.setattr(serving_http, "prepare_environment", lambda: None)
+    monkeypatch.setattr(serving_http, "running_server", lambda *_: nullcontext(("http://nowhere", 1.0)))
+    monkeypatch.setattr(serving_http, "MPIC", lambda url: nullcontext())
+    monkeypatch.setattr(serving_http, "_upload", lambda *_: None)
+    report = serving_http._run("native", serving_http.Settings(TINY, TOWER, repeats=2), CPU, Ticker())
+    assert order == ["prefix", "mpic-32", "mpic-32", "prefix"]
+    assert [row["requests_per_s"] for row in report.rows[:2]] == [2.5, 2.5]
+    assert report.headline["mpic32_over_prefix"] == (2 / 1 + 3 / 4) / 2
 
 
 def test_a_request_that_the_generator_could_not_finish_fails_the_bench(tmp_path, monkeypatch):

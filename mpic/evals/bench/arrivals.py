@@ -22,11 +22,11 @@ class Served:
     usage: GenerationUsage
 
 
-def poisson(rng: random.Random, rate: float, seconds: float) -> list[float]:
-    """Returns the seconds at which requests arrive: at random, ``rate`` per second for ``seconds``, but at least three.
-    The same seed gives the same pattern, stretched to the rate."""
+def poisson(rng: random.Random, rate: float, seconds: float, least: int = 3) -> list[float]:
+    """Returns the seconds at which requests arrive: at random, ``rate`` per second for ``seconds``, but at least
+    ``least``. The same seed gives the same pattern, stretched to the rate."""
     now, times = 0.0, list[float]()
-    while now < seconds or len(times) < 3:
+    while now < seconds or len(times) < least:
         now += rng.expovariate(1.0) / rate
         times.append(now)
     return times

@@ -48,8 +48,9 @@ app = typer.Typer(
     help="Measure what the system promises, on random models made on the spot.\n\n"
     "`mpic bench ttft --quick` takes less than a minute on two cores and has the shape of the full bench; "
     "`mpic bench ttft --json ttft.json` writes machine, settings, every row and the headline numbers, and a plot "
-    "beside it. All columns of a bench are measured in turns, so other load on the machine hits them alike; "
-    "still, measure on an idle one.",
+    "beside it. The columns that a headline compares are measured in turns, so other load on the machine hits them "
+    "alike; only requests that arrive at random are sent to one policy after the other. Still, measure "
+    "on an idle machine.",
 )
 
 

@@ -1,8 +1,8 @@
 """The harness of all benches: registry, settings, paired measurement.
 
 A bench is a function ``(settings, placement, ticker) -> Report``. It measures its columns *interleaved*: every round
-runs each column once, in an order that rotates, so that other load on the machine affects all columns alike, and ratios
-are taken within a round. The first round is cold and is reported apart.
+runs each column once, in an order of its own (``rotated``), so that other load on the machine affects all columns
+alike, and ratios are taken within a round. The first round is cold and is reported apart.
 
 Rich is imported only where something is shown, so that measurements also run on a machine without it.
 """
@@ -167,7 +167,7 @@ class Series:
 def interleave(
     columns: Mapping[str, Callable[[], float]], rounds: int, ticker: Ticker, cold: bool = True
 ) -> dict[str, Series]:
-    """Runs every column once per round, starting with a different one each time.
+    """Runs every column once per round, in the orders of ``rotated``.
 
     Args:
         columns: each call makes one measurement.
@@ -184,9 +184,14 @@ def interleave(
 
 
 def rotated(columns: Sequence[Column], turn: int) -> list[Column]:
-    """Returns the columns in the order of a round: each round begins with the next one."""
-    first = turn % len(columns)
-    return [*columns[first:], *columns[:first]]
+    """Returns the columns in the order of a round, by a balanced Latin square (Williams, Experimental designs balanced
+    for the estimation of residual effects of treatments, 1949): over as many rounds as there are columns, or twice as
+    many of an odd number, each stands equally often in each place and behind each other one, so that what one leaves
+    behind affects all of them alike."""
+    count = len(columns)
+    steps = [(place + 1) // 2 * (1 if place % 2 else -1) for place in range(count)]
+    order = [columns[(turn + step) % count] for step in steps]
+    return order[::-1] if count % 2 and turn // count % 2 else order
 
 
 def median_seconds(

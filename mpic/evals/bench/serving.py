@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mpic.engine.native.engine import NativeEngine
-from mpic.evals.bench.arrivals import poisson, quantile, send
+from mpic.evals.bench.arrivals import Served, poisson, quantile, send
 from mpic.evals.bench.harness import BenchDevice, Report, Row, Series, Ticker, bench, paired, rotated
 from mpic.evals.bench.workload import (
     DecoderShape,
@@ -34,7 +34,11 @@ from mpic.link import parse_policy
 
 _DECODER = DecoderShape(layers=12, hidden=768, heads=12, intermediate=3072)
 BACKLOG, ARRIVALS, UNCACHED = "backlog", "arrivals at random", "chunks nobody has compiled"
+LEAST = 10
+"""Requests at least where only a share of them links cached chunks: of fewer, a share says little."""
 SPREAD = ("min_requests_per_s", "max_requests_per_s")
+SUMS = ("requests", "compiled_again")
+MEDIANS = ("alone_ttft_ms", "alone_ms", "requests_per_s", "tokens_per_s")
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ class Settings:
         repeats: backlogs of each policy.
         shares: shares of the peak at which requests arrive at random.
         seconds: time for which they arrive.
-        ratios: shares of requests whose chunks are cached already; the others bring new chunks.
+        ratios: shares of requests whose chunks are cached already; the others bring new chunks. So many requests are
+            drawn, to the nearest whole number, and ``cached`` in a row is the share that came of it.
     """
 
     decoder: DecoderShape = _DECODER
@@ -93,7 +98,6 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     )
     with engine_for(pair.loaded, min(tokens, 120_000)) as engine:
         sender = PoolSender(settings, engine, Flops(engine))
-        compile_all(engine, sender.pool)
         backlogs = backlogs_of(sender, settings, ticker)
         rows = [of_rounds(found) for found in backlogs.values()]
         peaks = {row["policy"]: row["requests_per_s"] for row in rows}
@@ -116,6 +120,8 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
         "inversely proportional to them",
         "arrivals": "Poisson, the same unit pattern for every policy, stretched to its rate",
         "p99_prefix_over_mpic32": "at the same rate; of few requests the 99th percentile is nearly the slowest",
+        "compiled_again": "chunks of the pool that a request found gone from the pages, although all of them are made "
+        "resident before each row is measured",
         "prefix": "a user's requests share no prefix, as chunks come in random order behind fresh text",
     }
     p99 = {r["policy"]: r["ttft_p99_ms"] for r in rows if r.get("offered_per_s") == round(common, 3)}
@@ -134,6 +140,7 @@ class PoolSender:
         self._settings, self._engine, self._flops = settings, engine, flops
         self._ids = Ids(settings.decoder.vocabulary, settings.seed)
         self.pool = self._ids.chunks(settings.pool, settings.chunk_tokens)
+        self._pooled = {str(chunk.key) for chunk in self.pool}
 
     def request(self, policy: str, rng: random.Random, cached: bool = True) -> Any:
         """Returns a request of fresh text, chunks in random order, and fresh text."""
@@ -145,6 +152,7 @@ class PoolSender:
     def backlog(self, policy: str) -> Row:
         """Sends enough requests at once to keep the engine busy for a while."""
         rng = random.Random(self._settings.seed)
+        compile_all(self._engine, self.pool)  # what was measured before may have taken their pages
         first_token(self._engine, self.request(policy, rng))
         alone, usage = first_token(self._engine, self.request(policy, rng))
         count = backlog_size(2 * self._settings.backlog, alone / 1e3)
@@ -158,13 +166,15 @@ class PoolSender:
             "alone_ttft_ms": round(alone, 1),
             "requests_per_s": round(count / elapsed, 3),
             "tokens_per_s": round(sum(one.usage.prompt_tokens for one in served) / elapsed),
+            "compiled_again": self._compiled_again(served),
         }
 
     def arrivals(self, policy: str, rate: float, ratio: float | None = None) -> Row:
         """Sends requests at random times; with ``ratio``, only that share of them links cached chunks."""
         rng = random.Random(self._settings.seed + 1)
-        times = poisson(rng, rate, self._settings.seconds)
-        cached = [rng.random() < (1.0 if ratio is None else ratio) for _ in times]
+        times = poisson(rng, rate, self._settings.seconds, 3 if ratio is None else LEAST)
+        cached = hits(rng, len(times), 1.0 if ratio is None else ratio)
+        compile_all(self._engine, self.pool)
         served = send(self._engine, [self.request(policy, rng, hit) for hit in cached], times)
         elapsed = max(one.arrived + one.ended for one in served)
         row: Row = {
@@ -175,23 +185,45 @@ class PoolSender:
             "requests": len(served),
         }
         if ratio is not None:
-            row["cached"] = f"{ratio:.0%}"
+            row["cached"] = f"{sum(cached) / len(cached):.0%}"
         with_queue = [1e3 * one.first for one in served]
         without = [ms - one.usage.queue_ms for ms, one in zip(with_queue, served, strict=True)]
         for name, values in (("ttft", with_queue), ("no_queue", without)):
             row[f"{name}_p50_ms"] = round(statistics.median(values), 1)
             row[f"{name}_p99_ms"] = round(quantile(values, 0.99), 1)
-        return row
+        return row | {"compiled_again": self._compiled_again(served)}
+
+    def _compiled_again(self, served: Iterable[Served]) -> int:
+        """Returns how many chunks of the pool were not resident when a request linked them."""
+        uses = (use for one in served for use in one.usage.chunks)
+        return sum(use.key in self._pooled and use.tier == "compiled" for use in uses)
+
+
+def hits(rng: random.Random, count: int, ratio: float) -> list[bool]:
+    """Returns which of ``count`` requests link cached chunks: a share of ``ratio`` as near as whole requests allow, in
+    random order."""
+    found = round(ratio * count)
+    cached = [True] * found + [False] * (count - found)
+    rng.shuffle(cached)
+    return cached
 
 
 def backlogs_of(sender: PoolSender, settings: Settings, ticker: Ticker) -> dict[str, list[Row]]:
     """Returns the backlogs of each policy, which took turns."""
-    backlogs: dict[str, list[Row]] = {policy: [] for policy in settings.policies}
-    for turn in range(settings.repeats):
-        for policy in rotated(settings.policies, turn):
-            with ticker.step(f"{policy}: backlog of {settings.linked} x {settings.chunk_tokens}"):
-                backlogs[policy].append(sender.backlog(policy))
-    return backlogs
+    what = f"backlog of {settings.linked} x {settings.chunk_tokens}"
+    return in_turns(sender.backlog, settings.policies, settings.repeats, ticker, what)
+
+
+def in_turns(
+    measure: Callable[[str], Row], policies: Sequence[str], repeats: int, ticker: Ticker, what: str
+) -> dict[str, list[Row]]:
+    """Returns the rows that ``measure`` makes of each policy, ``repeats`` of each, measured in turns."""
+    found: dict[str, list[Row]] = {policy: [] for policy in policies}
+    for turn in range(repeats):
+        for policy in rotated(policies, turn):
+            with ticker.step(f"{policy}: {what}"):
+                found[policy].append(measure(policy))
+    return found
 
 
 def peak_ratio(backlogs: Mapping[str, Sequence[Row]], policy: str, base: str) -> float:
@@ -213,11 +245,8 @@ def over_cacheblend(backlogs: Mapping[str, Sequence[Row]]) -> dict[str, float]:
 
 def of_rounds(found: list[Row]) -> Row:
     """Returns one row for a policy's backlogs: medians, the least and most requests a second, and all requests."""
-    row = found[0] | {"requests": sum(one["requests"] for one in found)}
-    row |= {
-        name: round(statistics.median(one[name] for one in found), 3)
-        for name in ("alone_ttft_ms", "requests_per_s", "tokens_per_s")
-    }
+    row = found[0] | {name: sum(one[name] for one in found) for name in SUMS if name in found[0]}
+    row |= {name: round(statistics.median(one[name] for one in found), 3) for name in MEDIANS if name in row}
     rates = [one["requests_per_s"] for one in found]
     return row | dict(zip(SPREAD, (min(rates), max(rates)), strict=True))
 
