@@ -6,7 +6,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from families import TYPES, Family, make_family
@@ -199,6 +199,9 @@ class MemoryStore:
 
     def find(self, keys: Sequence[KVKey]) -> dict[KVKey, MemoryChunk]:
         return {key: self.kind(self, self.chunks[key]) for key in keys if key in self.chunks}
+
+    def touch(self, keys: Iterable[KVKey]) -> None:
+        pass
 
     def open(self, key: KVKey) -> MemoryChunk | None:
         chunk = self.chunks.get(key)

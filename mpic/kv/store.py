@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -114,7 +114,7 @@ class Reservation(Protocol):
     at once.
 
     Attributes:
-        kv: ``[layers, 2, kv_heads, n, head_dim]``, contiguous.
+        kv: ``[layers, parts, kv_heads, n, head_dim]``, contiguous.
     """
 
     kv: torch.Tensor
@@ -139,6 +139,11 @@ class ChunkStore(Protocol):
 
     def find(self, keys: Sequence[KVKey]) -> Mapping[KVKey, StoredChunk]:
         """Returns the stored chunks among the keys. One call serves a whole prompt; it opens and reads no file."""
+        ...
+
+    def touch(self, keys: Iterable[KVKey]) -> None:
+        """Notes that these chunks were used, as ``find`` does for those that it finds. Called for every prompt with the
+        chunks that are resident, so it takes microseconds. A chunk that is not stored is ignored."""
         ...
 
     def open(self, key: KVKey) -> StoredChunk | None:

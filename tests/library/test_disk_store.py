@@ -120,6 +120,30 @@ def test_two_models_and_recipes_live_side_by_side(library):
 # The budget
 
 
+def test_a_refused_save_loses_nobodys_last_use(open_library, clock):
+    a, b, c = chunks(3)
+    library = open_library(disk_bytes=2 * size_of(a))
+    saved(library, a, b, clock=clock)
+    clock.now += 1
+    assert library.store.open(a.key)
+    with pytest.raises(StorageFull):
+        library.store.save(make_chunk(text_key("long"), n=500))
+    saved(library, c, clock=clock)
+    assert library.store.open(a.key) and library.store.missing_reason(b.key) == "evicted"
+
+
+def test_last_uses_that_were_not_written_yield_to_later_ones(library, clock):
+    a = saved(library, make_chunk())
+    library.store.touch([a.key])
+    with pytest.raises(StorageFull), library.catalog.write() as db:
+        library.store._rows._write_touched(db)
+        clock.now += 1
+        library.store.touch([a.key])
+        raise StorageFull("full")
+    library.store.flush()
+    assert library.catalog.one("SELECT last_used FROM chunks")["last_used"] == clock.now
+
+
 def test_the_least_recently_used_goes_first(open_library, clock):
     a, b, c, d = chunks(4)
     library = open_library(disk_bytes=3 * size_of(a))

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from engine_kit import family, ids, prompt_of, request_of, text_chunk
-from library_tools import Remote, drop, flip, make_chunk, read, saved, text_key
+from library_tools import Remote, drop, flip, make_chunk, read, saved, size_of, text_key
 from page_locking import page_locked
 from threads_kit import in_threads
 
@@ -207,6 +207,43 @@ def test_an_engine_links_a_chunk_from_host_memory_with_the_same_answer(tmp_path)
                 answers.add(tuple(answer.token_ids))
             library.check()
     assert len(answers) == 1
+
+
+def test_the_disk_keeps_what_is_served_from_host_memory(tmp_path, clock):
+    a, b, c = (make_chunk(text_key(name)) for name in "abc")
+    with Library.open(tmp_path, Limits(disk_bytes=2 * size_of(a)), clock=clock, host="plain") as library:
+        saved(library, a, b, clock=clock)
+        clock.now += 1
+        assert library.store.find([a.key])[a.key].tier == "host"
+        saved(library, c, clock=clock)
+        assert library.store.missing_reason(b.key) == "evicted"
+        assert list(library.store.disk.find([a.key, c.key])) == [a.key, c.key]
+
+
+def test_the_disk_keeps_what_requests_link_from_the_device(tmp_path, clock):
+    a, b, c = (text_chunk(ids(seed, 40)) for seed in (3, 4, 5))
+
+    def asked(engine, *chunks):
+        keys = []
+        for chunk in chunks:
+            clock.now += 1
+            prompt = prompt_of(ids(1, 5), chunk, ids(2, 5))
+            engine.submit(request_of(prompt, "mpic-4", tokens=1)).result()
+            keys.append(engine.linker.key(chunk))
+        return keys
+
+    def engine_of(library):
+        return closing(NativeEngine(family("llama").loaded, library.store, pages=40))
+
+    with Library.open(tmp_path, clock=clock) as library:
+        with engine_of(library) as engine:
+            asked(engine, a, b)
+        size = library.store.stats()["bytes"]
+    with Library.open(tmp_path, Limits(disk_bytes=size), clock=clock) as library:
+        with engine_of(library) as engine:
+            keys = asked(engine, a, b, a, c)
+        assert library.store.missing_reason(keys[1]) == "evicted"
+        assert len(library.store.find([keys[0], keys[3]])) == 2
 
 
 def test_a_page_locked_tier_counts_what_is_allocated_and_lends_it(monkeypatch):

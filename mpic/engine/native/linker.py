@@ -96,6 +96,8 @@ class ChunkLinker:
         sought = [self._on_device_or_in_memory(*one) for one in zip(chunks, keys, strict=True)]
         asked = [one for one in sought if one.resident is None and (one.inputs is None or policy.uses_chunks)]
         self._look_up(asked)
+        if self._store is not None:
+            self._store.touch([one.key for one in sought if one.resident is not None])
         if policy.uses_chunks and any(one.has_to_be_encoded for one in asked):
             # files are read beside the vision encoder and not only after it (MPIC, section 4.3)
             for one in asked:

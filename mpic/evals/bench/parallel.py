@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -154,6 +154,9 @@ class _Shelf:
 
     def find(self, keys: Sequence[KVKey]) -> dict[KVKey, StoredChunk]:
         return self._store.find([key for key in keys if key not in self.missing])
+
+    def touch(self, keys: Iterable[KVKey]) -> None:
+        self._store.touch(keys)
 
     def open(self, key: KVKey) -> StoredChunk | None:
         return self._store.open(key) if key not in self.missing else None

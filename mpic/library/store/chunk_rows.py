@@ -256,5 +256,11 @@ class ChunkRows:
     def _write_touched(self, db: Connection) -> None:
         with self._lock:
             touched, self._touched = self._touched, {}
+        self._catalog.if_undone(lambda _: self._keep_touched(touched))
         sql = "UPDATE chunks SET last_used = ? WHERE key = ?"
         db.executemany(sql, [(at, key) for key, at in touched.items()])
+
+    def _keep_touched(self, touched: dict[str, float]) -> None:
+        """Keeps last uses that could not be written, unless there are later ones."""
+        with self._lock:
+            self._touched = touched | self._touched

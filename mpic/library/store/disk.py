@@ -142,6 +142,10 @@ class DiskStore:
         self._count(requested=len(keys), hits=len(found))
         return {key: DiskChunk(self, key) for key in found}
 
+    def touch(self, keys: Iterable[KVKey]) -> None:
+        """Notes, in memory, that chunks were used which are also nearer to the device: the disk evicts them last."""
+        self._rows.touch(keys)
+
     def open(self, key: KVKey) -> DiskChunk | None:
         """Returns the stored chunk with its inputs verified, or None. A bad file is put aside and counted."""
         self._count(requested=1)

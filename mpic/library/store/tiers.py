@@ -119,6 +119,7 @@ class TieredStore:
         self._others: list[Tier] = [*nearer, *farther]
         self._failed: Counter[str] = Counter({tier.name: 0 for tier in self._others})
         # only the disk, the tier of record, does these
+        self.touch = disk.touch
         self.missing_reason, self.stats = disk.missing_reason, disk.stats
         self.erase, self.set_aside, self.flush = disk.erase, disk.set_aside, disk.flush
         self.path, self.reconcile, self.forget_gone = disk.path, disk.reconcile, disk.forget_gone
@@ -131,7 +132,10 @@ class TieredStore:
             left = [key for key in dict.fromkeys(keys) if key not in found]
             if not left:
                 break
-            for key, stored in tier.find(left).items():
+            hits = tier.find(left)
+            if tier is not self.disk:
+                self.touch(hits)  # the disk, which is not asked for them, evicts what was used longest ago
+            for key, stored in hits.items():
                 found[key] = Promoted(key, stored, self._tiers[:number]) if number else stored
         return found
 
