@@ -117,6 +117,18 @@ def test_a_file_that_cannot_be_opened_now_stays_ready(open_library):
     assert library.store.open(chunk.key)
 
 
+def test_a_bad_or_lost_file_on_a_full_disk_is_only_not_found(library):
+    """Its row cannot be changed then, and the request compiles the chunk for itself."""
+    gone, bad = saved(library, *chunks(2))
+    library.store.path(gone.key).unlink()
+    flip(library.store.path(bad.key), 0)
+    with patch.object(library.catalog, "write", side_effect=StorageFull("the disk is full")):
+        assert library.store.open(gone.key) is None and library.store.open(bad.key) is None
+        assert len(library.store.find([gone.key, bad.key])) == 2
+    assert library.store.open(gone.key) is None and library.store.open(bad.key) is None
+    assert library.store.find([gone.key, bad.key]) == {}
+
+
 @pytest.mark.parametrize("how", [read, read_in_parts])
 def test_a_file_that_cannot_be_read_now_stays_and_is_replaced_by_the_next_save(open_library, how):
     disk = Unreadable(begin=4096)

@@ -22,7 +22,7 @@ from stat import S_ISREG
 import torch
 
 from mpic.durable import FileSystem, write_durably
-from mpic.errors import CorruptFile, IntegrityError, NotFound, OutOfMemory, Unavailable
+from mpic.errors import CorruptFile, IntegrityError, MPICError, NotFound, OutOfMemory
 from mpic.file_status import status_of
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey
 from mpic.kv.file import ChunkFile, encode
@@ -362,7 +362,7 @@ class DiskStore:
             with self.lock:  # a save publishes its row under it
                 if key not in self._saving and not os.path.lexists(path):
                     self._rows.mark([key.digest], "missing")
-        except Unavailable as error:  # the next reader tries again
+        except MPICError as error:  # such as a full disk; the next reader tries again
             log.warning("%s is gone, but its row cannot be changed: %s", path.name, error)
 
     def failed(self, key: KVKey, file: ChunkFile, error: CorruptFile | OSError) -> None:
@@ -395,8 +395,8 @@ class DiskStore:
             log.warning("%s; it is moved to quarantine/ and will be compiled again", error)
             try:
                 self._rows.mark([key.digest], "corrupt")
-            except Unavailable as unavailable:  # the next reader tries again
-                log.warning("its row cannot be changed: %s", unavailable)
+            except MPICError as refusal:  # such as a full disk; the next reader tries again
+                log.warning("its row cannot be changed: %s", refusal)
             else:
                 self._quarantine.take(self.path(key))
 
