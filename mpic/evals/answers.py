@@ -14,9 +14,29 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mpic.errors import BadRequest
+from mpic.errors import (
+    AnimatedImage,
+    BadRequest,
+    ContextLengthExceeded,
+    DocumentTooLong,
+    EmptyPrompt,
+    ImageTooLarge,
+    InvalidImage,
+    NoVideoDecoder,
+    UnsupportedModality,
+    UnsupportedParameter,
+    UnsupportedType,
+)
 
 NAME = "answers.jsonl"
+REFUSALS = frozenset(
+    error.code
+    for error in (
+        ContextLengthExceeded, UnsupportedParameter, UnsupportedModality, UnsupportedType, DocumentTooLong,
+        BadRequest, EmptyPrompt, InvalidImage, AnimatedImage, ImageTooLarge, NoVideoDecoder,
+    )
+)  # fmt: skip
+"""Codes of errors that depend on the question, the model and the policy alone, not on memory or on the device."""
 
 
 @dataclass
@@ -54,9 +74,15 @@ class PolicyAnswer:
     def key(self) -> tuple[str, int, str, str]:
         return self.task, self.chunks, self.sample, self.policy
 
+    @property
+    def lasting(self) -> bool:
+        """True if asking again would change nothing: there is an answer, or the same request is always refused."""
+        return self.skipped is None or self.skipped.partition(":")[0] in REFUSALS
+
 
 def read_answers(out: Path) -> list[PolicyAnswer]:
-    """Returns the answers a run has written so far, without a line cut off by an interruption.
+    """Returns the answers a run has written so far, without a line cut off by an interruption. Of a question that was
+    asked again, the last answer counts.
 
     Raises:
         BadRequest: the file holds something else.
@@ -66,7 +92,8 @@ def read_answers(out: Path) -> list[PolicyAnswer]:
         entries = entries_of(packed, _unpacked(packed))
     else:
         entries = read_entries(path)
-    return [PolicyAnswer(**{**entry, "expected": tuple(entry["expected"])}) for entry in entries]
+    answers = (PolicyAnswer(**{**entry, "expected": tuple(entry["expected"])}) for entry in entries)
+    return list({answer.key: answer for answer in answers}.values())
 
 
 def read_entries(path: Path) -> list[dict[str, Any]]:

@@ -1,9 +1,10 @@
 """``mpic eval run``: asks every task, number of chunks and policy on one engine, keeps every answer, and can be
 resumed.
 
-Per sample the chunks are compiled first, then each policy answers in turn, in an order that rotates from sample to
-sample; all of them find resident chunks, and none finds the prefix cache of another. A line of ``answers.jsonl`` is one
-answer.
+Per sample the chunks are compiled first, then each policy answers in turn, in an order of its own for every sample;
+all of them find resident chunks, and none finds the prefix cache of another. A line of ``answers.jsonl`` is one
+answer. What was skipped for a reason that may be gone, such as memory, is asked again by the next run; if the engine
+stops, the run ends with its error.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rich.progress import Progress
 from mpic.config import EngineConfig
 from mpic.engine import load_engine
 from mpic.engine.base import Delta, Engine, GenerationRequest, GenerationUsage, Sampling
-from mpic.errors import BadRequest, MPICError
+from mpic.errors import BadRequest, EngineStopped, MPICError
 from mpic.evals import metrics
 from mpic.evals.answers import NAME, PolicyAnswer, lines_of, ready
 from mpic.evals.compare import metric_of
@@ -98,6 +99,7 @@ class Evaluator:
         """Answers the questions that have not been answered yet.
 
         Raises:
+            EngineStopped: the engine has ended; every later question would be skipped.
             TaskError: local files of tasks do not exist; it names all of them, and the model if that is not here
                 either.
         """
@@ -133,7 +135,8 @@ class Evaluator:
                 for name, options in cells:
                     if progress is not None:
                         progress.update(bar, description=f"{name} {options.chunks or ''}")
-                    ask = partial(session.ask, name, options, done=dict(self.done))
+                    done = {key: answer for key, answer in self.done.items() if answer.lasting}
+                    ask = partial(session.ask, name, options, done=done)
                     for answers in _map(ask, session.samples(name, options), self.config.at_once):
                         for answer in answers:
                             self.done[answer.key] = answer
@@ -198,6 +201,8 @@ class _Session:
             prompt = build_prompt(sample.messages, self.template, LocalResolver(self.template))
             self._compile(prompt, missing)
             full = self._first_token(prompt, "full") if self.config.fidelity else None
+        except EngineStopped:
+            raise
         except MPICError as error:
             for answer in answers.values():
                 answer.skipped = f"{error.code}: {error}"
@@ -271,6 +276,8 @@ class _Session:
                 other = full if answer.policy == "full" else self._first_token(prompt, answer.policy)
                 answer.kl = round(metrics.first_token_kl(full, other), 6)
                 answer.top1 = max(full, key=full.__getitem__) == max(other, key=other.__getitem__)
+        except EngineStopped:
+            raise
         except MPICError as error:
             answer.skipped = f"{error.code}: {error}"
 

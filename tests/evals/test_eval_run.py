@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from mpic.config import ConfigError, EngineConfig
 from mpic.engine import load_engine
-from mpic.errors import BadRequest
+from mpic.errors import BadRequest, EngineStopped, OutOfMemory, UnsupportedParameter
 from mpic.evals import cli, methods
 from mpic.evals.answers import PolicyAnswer, lines_of, read_answers, ready
 from mpic.evals.compare import compare_policies
@@ -116,6 +116,53 @@ def test_several_questions_at_once_get_the_same_answers_in_the_same_order_and_no
     text = (tmp_path / "out" / "report.md").read_text()
     assert "fewer operations" in text or "No policy" in text
     assert "TTFT" not in text.split("| policy")[1].split("\n")[0]
+
+
+def broken(monkeypatch, error):
+    """Has every request of ``reuse`` end with an error."""
+    submit = _Session._submit
+
+    def failing(self, prompt, policy, salt="", **sampling):
+        if policy == "reuse":
+            raise error
+        return submit(self, prompt, policy, salt, **sampling)
+
+    monkeypatch.setattr(_Session, "_submit", failing)
+
+
+def test_what_was_skipped_for_want_of_memory_is_asked_again_and_the_later_line_counts(
+    finished, tmp_path, monkeypatch
+):
+    folder, answers = finished
+    config = load_eval_config(folder / "eval.toml")
+    with monkeypatch.context() as patched:
+        broken(patched, OutOfMemory("the pool has no page"))
+        Evaluator(config, tmp_path / "out").run()
+    skipped = [answer for answer in read_answers(tmp_path / "out") if answer.skipped]
+    assert {answer.policy for answer in skipped} == {"reuse"} and len(skipped) == 4
+    Evaluator(config, tmp_path / "out").run()
+    again = read_answers(tmp_path / "out")
+    assert not any(answer.skipped for answer in again)
+    assert {a.key: a.answer for a in again} == {a.key: a.answer for a in answers}
+    assert len(again) == len(answers)
+    assert len((tmp_path / "out" / "answers.jsonl").read_text().splitlines()) == len(answers) + 4
+
+
+def test_what_is_refused_whenever_it_is_asked_is_not_asked_again(finished, tmp_path, monkeypatch):
+    config = load_eval_config(finished[0] / "eval.toml")
+    broken(monkeypatch, UnsupportedParameter("not with this model"))
+    Evaluator(config, tmp_path / "out").run()
+    before = (tmp_path / "out" / "answers.jsonl").read_text()
+    Evaluator(config, tmp_path / "out").run()
+    assert (tmp_path / "out" / "answers.jsonl").read_text() == before
+
+
+def test_a_run_ends_when_its_engine_has_stopped(finished, tmp_path, monkeypatch):
+    config = load_eval_config(finished[0] / "eval.toml")
+    broken(monkeypatch, EngineStopped("the device has failed"))
+    with pytest.raises(EngineStopped):
+        Evaluator(config, tmp_path / "out").run()
+    assert not any(answer.skipped for answer in read_answers(tmp_path / "out"))
 
 
 def test_a_packed_run_is_read_and_resumed(finished, tmp_path):
