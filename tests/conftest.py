@@ -4,6 +4,7 @@ memory."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -13,21 +14,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # compiling vLLM's sampler takes longer than a test
 
 import pytest
-import torch
-
-if not torch.cuda.is_available():  # before anything imports Triton: its kernels then run in the interpreter
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):  # macOS has none
-    from quick_interpreter import prepare_once
-
-    prepare_once()
-
-from hypothesis import settings
-
-torch.set_num_threads(1)
-settings.register_profile("mpic", deadline=None, derandomize=True, database=None)
-settings.register_profile("fuzz", deadline=None)
-settings.load_profile("mpic")
 
 MEMORY = "/dev/shm"
 """A file system in memory, on Linux. Temporary folders lie there when it has room: tests sync thousands of small files,
@@ -50,11 +36,41 @@ def _float32_on_every_processor() -> Iterator[None]:
         yield
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     parser.addoption("--fuzz", type=int, default=0, help="examples an operation gets (make fuzz)")
     parser.addoption("--parity", action="store_true", help="every family in the vLLM tests (make parity)")
     parser.addoption("--load-seconds", type=float, default=10, help="how long clients load the server")
     parser.addoption("--soak", type=int, default=0, help="how often the long tests repeat (make soak)")
+    # now, because the conftest.py of a folder that is named imports torch before pytest_configure
+    if not _only_spreads(pluginmanager.get_plugin("pytestconfig").known_args_namespace):
+        _prepare()
+
+
+def _only_spreads(options: argparse.Namespace) -> bool:
+    """Returns whether this process gives the tests to others (pytest-xdist) and runs none."""
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        return False
+    return bool(getattr(options, "numprocesses", None)) and not (options.collectonly or options.usepdb)
+
+
+def _prepare() -> None:
+    """Imports what needs settings before its first use, and makes them. It takes seconds."""
+    import torch
+
+    if (
+        not torch.cuda.is_available()
+    ):  # before anything imports Triton: its kernels then run in the interpreter
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):  # macOS has none
+        from quick_interpreter import prepare_once
+
+        prepare_once()
+    from hypothesis import settings
+
+    torch.set_num_threads(1)
+    settings.register_profile("mpic", deadline=None, derandomize=True, database=None)
+    settings.register_profile("fuzz", deadline=None)
+    settings.load_profile("mpic")
 
 
 FIGURES = pytest.StashKey[list[str]]()
@@ -62,22 +78,17 @@ FIGURES = pytest.StashKey[list[str]]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[FIGURES] = []
-    if config.getoption("--fuzz"):
+    if config.getoption("--fuzz") and not _only_spreads(config.option):
+        from hypothesis import settings
+
         settings.load_profile("fuzz")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Has pytest-xdist keep the tests of a file in one process, and so those that start vLLM and those that drive a
-    browser."""
-    from xdist.scheduler import LoadScopeScheduling
+    from longest_first import LongestFirst
 
-    class ByFile(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return next((heavy for heavy in ("vllm", "tests/webui") if heavy in file), file)
-
-    return ByFile(config, log)
+    return LongestFirst(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
