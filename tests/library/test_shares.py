@@ -1,9 +1,10 @@
 """Eviction when a tier is full: quotas, guaranteed shares, pins."""
 
+import library_tools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from library_tools import drop, make_chunk, text_key
+from library_tools import drop, make_chunk, saved, text_key
 
 from mpic.errors import BadRequest, FileNotFound, StorageFull, StorageQuotaExceeded
 from mpic.keys import KeyLimits
@@ -55,7 +56,10 @@ def ten(open_library):
 
 
 def turns_of(stock):
-    return lambda owner: [Held((owner, i), size, pin) for i, (size, pin) in enumerate(stock.get(owner, ()))]
+    """The candidates of a stock: of two owners' chunks, the one with the lower number was used before."""
+    return lambda owner: [
+        Held((owner, i), size, pin, i) for i, (size, pin) in enumerate(stock.get(owner, ()))
+    ]
 
 
 def used_by(stock):
@@ -84,12 +88,13 @@ def test_no_user_loses_its_share_to_another(stock, saver, size, quota, slack):
     left = dict(full)
     for chunk, why in gone:
         owner = chunk.key[0]
-        left[owner] -= chunk.bytes
         assert (why == "share") == (owner != saver)
-        if owner == saver:
+        share = rules.share(owner, left)
+        if owner != saver:
+            assert left[owner] > share  # who is not beyond its share loses nothing
+        left[owner] -= chunk.bytes
+        if owner == saver or left[owner] < share - 1e-6:
             assert not chunk.pinned
-        else:
-            assert left[owner] >= rules.share(owner, {**full, owner: full[owner]}) - 1e-6
     assert sum(left.values()) <= rules.budget
     assert not quota or saver == SHARED or left[saver] <= quota
     if sum(full.values()) <= rules.budget and not (quota and full[saver] > quota):
@@ -109,6 +114,34 @@ def test_a_user_within_its_share_gets_room_from_users_beyond_theirs(stock, size)
     if size + 4 <= rules.share("ann", {**used, "ann": size}):  # 4: whole chunks of every owner
         gone = make_room(rules, used, "ann", size, turns_of(stock))
         assert sum(chunk.bytes for chunk, _ in gone) == size
+
+
+@settings(max_examples=200, deadline=None)
+@given(stocks, st.integers(1, 60))
+def test_a_user_within_its_share_always_gets_room_if_nothing_is_pinned(stock, size):
+    stock = {owner: [(bytes, False) for bytes, _ in chunks] for owner, chunks in stock.items()}
+    used = used_by(stock)
+    rules = TierBounds(max(sum(used.values()), 1), 0, 0.25)
+    full = {**used, "ann": used.get("ann", 0) + size}
+    if full["ann"] <= rules.share("ann", full):
+        gone = make_room(rules, used, "ann", size, turns_of(stock))
+        assert sum(full.values()) - sum(chunk.bytes for chunk, _ in gone) <= rules.budget
+
+
+def test_a_user_below_its_share_gets_the_least_recently_used_chunk_that_is_partly_lent():
+    """Ten owners of one chunk each leave nothing that is wholly beyond a share of 100 / 11."""
+    owners = [f"user{i}" for i in range(10)]
+    turns = {owner: (number + 3) % 10 for number, owner in enumerate(owners)}
+
+    def held(owner):
+        return [Held(owner, 10, owner == "user7", turns[owner])] if owner in turns else []
+
+    room = [chunk.key for chunk, _ in make_room(TierBounds(100), dict.fromkeys(owners, 10), "ann", 9, held)]
+    assert room == ["user8"]  # user7's was used before, and is pinned
+    with pytest.raises(StorageFull, match=r"exceeds its owner's share, 9 bytes"):
+        make_room(TierBounds(100), dict.fromkeys(owners, 10), "ann", 10, held)
+    with pytest.raises(StorageFull, match="beyond their shares is pinned"):
+        make_room(TierBounds(100), dict.fromkeys(owners, 10), "ann", 9, lambda owner: [])
 
 
 def test_pinned_chunks_go_last_and_only_beyond_the_share():
@@ -149,6 +182,16 @@ def test_lent_bytes_are_evicted_when_another_user_needs_its_share(ten):
     assert library.store.stats()["evicted_share"] == 5
     row = library.catalog.one("SELECT why FROM chunks WHERE key = ?", text_key("b0", owner="bob").digest)
     assert row["why"] == "share"
+
+
+def test_the_disk_gives_a_new_user_the_chunk_that_was_used_longest_ago(open_library, clock):
+    big = {f"user{i}": make_chunk(text_key("big", owner=f"user{i}"), n=500) for i in range(10)}
+    library = open_library(disk_bytes=10 * library_tools.size_of(big["user0"]))
+    saved(library, *big.values(), clock=clock)
+    clock.now += 1
+    assert library.store.open(big["user0"].key)
+    library.store.save(make_chunk(text_key("small", owner="ann"), n=400))
+    assert [user for user in big if library.store.open(big[user].key) is None] == ["user1"]
 
 
 def test_references_keep_their_guaranteed_part(ten):

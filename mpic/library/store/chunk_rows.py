@@ -189,10 +189,10 @@ class ChunkRows:
         if owner != SHARED:
             same += " AND f.owner = chunks.owner"
         sql = f"""
-            SELECT key, path, bytes, EXISTS (SELECT 1 FROM {table} AS f WHERE {same}) FROM chunks
+            SELECT key, path, bytes, last_used, EXISTS (SELECT 1 FROM {table} AS f WHERE {same}) FROM chunks
             WHERE owner = ? AND tier = 'disk' AND state = 'ready' ORDER BY last_used"""
-        for key, path, size, pinned in db.execute(sql, (owner,)):
-            yield Held(ChunkRow(key, path, size), size, bool(pinned))
+        for key, path, size, last_used, pinned in db.execute(sql, (owner,)):
+            yield Held(ChunkRow(key, path, size), size, bool(pinned), last_used)
 
     def drop(
         self, db: Connection, owner: str, chunk: ChunkKey, state: str | None, unfinished: Iterable[str] = ()

@@ -192,9 +192,9 @@ class HostTier:
                 raise IntegrityError(f"the host tier holds {dict(used)} and counted {dict(self._used)}")
 
     def _candidates(self, owner: str) -> Iterator[Held]:
-        for key, chunk in list(self._chunks.items()):
+        for turn, (key, chunk) in enumerate(list(self._chunks.items())):
             if key.owner == owner:
-                yield Held(key, chunk.bytes, self._pinned(owner, key.chunk))
+                yield Held(key, chunk.bytes, self._pinned(owner, key.chunk), turn)
 
     def _remove(self, key: KVKey) -> None:
         self._used[key.owner] -= self._chunks.pop(key).bytes

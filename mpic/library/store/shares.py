@@ -4,6 +4,9 @@
 Every user who stores anything is guaranteed a share of the budget. Within its share, a user loses chunks only to newer
 chunks of its own, least recently used first. Bytes beyond the share, which others left unused, are lent: these chunks
 are evicted, least recently used first, when a user below its own share needs room.
+
+A chunk may lie partly within its owner's share. It goes last, and only if it is not pinned: the users below their
+shares would find no room otherwise. An owner that is not beyond its share never loses one.
 """
 
 from __future__ import annotations
@@ -19,11 +22,18 @@ Why = Literal["quota", "budget", "share"]
 
 
 class Held(NamedTuple):
-    """A chunk that could be evicted: its key in the tier, its bytes, and whether its owner pinned it."""
+    """A chunk that could be evicted.
+
+    Args:
+        key: its key in the tier.
+        pinned: whether its owner pinned it.
+        last_used: greater than that of every chunk of the tier that was used before.
+    """
 
     key: object
     bytes: int
     pinned: bool
+    last_used: float
 
 
 H = TypeVar("H", bound=Held)
@@ -77,7 +87,7 @@ class _Eviction:
         self.used[saver] = self.used.get(saver, 0) + size
         self.gone: list[tuple[H, Why]] = []
         self._remaining: dict[str, Iterator[H]] = {}
-        self._passed: dict[str, list[H]] = {}  # chunks passed over, by owner, least recently used first
+        self._known: dict[str, list[H]] = {}  # chunks read so far, by owner, least recently used first
 
     def make(self) -> list[tuple[H, Why]]:
         quota = self.bounds.quota if self.saver != SHARED else 0
@@ -88,47 +98,68 @@ class _Eviction:
                     quota=quota,
                 )
         while sum(self.used.values()) > self.bounds.budget:
-            if not self._from_others() and not self._take(self.saver, "budget"):
+            if not (self._from_others() or self._take(self.saver, "budget") or self._partly_lent()):
                 raise StorageFull(
-                    f"a chunk of {self.size} bytes does not fit the tier's {self.bounds.budget}: the rest is pinned or "
-                    "guaranteed to others",
+                    f"a chunk of {self.size} bytes does not fit the tier's {self.bounds.budget}: {self._why_not()}",
                     budget=self.bounds.budget,
                 )
         return self.gone
+
+    def _why_not(self) -> str:
+        """Returns the reason why nothing may be evicted."""
+        if self._over(self.saver) <= 0:
+            return "what others hold beyond their shares is pinned or being written"
+        share = int(self.bounds.share(self.saver, self.used))
+        return f"it exceeds its owner's share, {share} bytes, and the owner's other chunks are pinned or being written"
 
     def _over(self, owner: str) -> float:
         return self.used[owner] - self.bounds.share(owner, self.used)
 
     def _from_others(self) -> bool:
         """Evicts a chunk of another owner that exceeds that owner's share, if the saver is within its own."""
-        if self._over(self.saver) > 0:
-            return False
-        beyond = [owner for owner in self.used if owner != self.saver and self._over(owner) > 0]
-        others = sorted(beyond, key=self._over, reverse=True)
+        others = sorted(self._lenders(), key=self._over, reverse=True)
         return any(
             self._take(owner, "share", self._over(owner), pinned)
             for owner in others
             for pinned in (False, True)
         )
 
+    def _partly_lent(self) -> bool:
+        """Evicts the least recently used chunk of those owners, which takes its owner below its share."""
+        firsts = {owner: self._first(owner, None, pinned=False) for owner in self._lenders()}
+        found = {owner: chunk for owner, chunk in firsts.items() if chunk is not None}
+        if not found:
+            return False
+        return self._take(min(found, key=lambda owner: found[owner].last_used), "share")
+
+    def _lenders(self) -> list[str]:
+        """Returns the other owners that exceed their shares; none if the saver exceeds its own."""
+        if self._over(self.saver) > 0:
+            return []
+        return [owner for owner in self.used if owner != self.saver and self._over(owner) > 0]
+
     def _take(self, owner: str, why: Why, at_most: float | None = None, pinned: bool = False) -> bool:
         """Evicts one chunk of this owner that has at most this many bytes; returns False if there is none."""
-        passed = self._passed.setdefault(owner, [])
-        remaining = self._remaining.setdefault(owner, iter(self.candidates(owner)))
-        for chunk in list(passed):
-            if self._fits(chunk, at_most, pinned):
-                passed.remove(chunk)
-                return self._evict(owner, chunk, why)
-        for chunk in remaining:
-            if self._fits(chunk, at_most, pinned):
-                return self._evict(owner, chunk, why)
-            passed.append(chunk)
-        return False
-
-    def _fits(self, chunk: H, at_most: float | None, pinned: bool) -> bool:
-        return chunk.pinned == pinned and (at_most is None or chunk.bytes <= at_most)
-
-    def _evict(self, owner: str, chunk: H, why: Why) -> bool:
+        chunk = self._first(owner, at_most, pinned)
+        if chunk is None:
+            return False
+        self._known[owner].remove(chunk)
         self.used[owner] -= chunk.bytes
         self.gone.append((chunk, why))
         return True
+
+    def _first(self, owner: str, at_most: float | None, pinned: bool) -> H | None:
+        """Returns this owner's least recently used chunk of at most this many bytes, or None."""
+        known = self._known.setdefault(owner, [])
+        remaining = self._remaining.setdefault(owner, iter(self.candidates(owner)))
+        for chunk in known:
+            if self._fits(chunk, at_most, pinned):
+                return chunk
+        for chunk in remaining:
+            known.append(chunk)
+            if self._fits(chunk, at_most, pinned):
+                return chunk
+        return None
+
+    def _fits(self, chunk: H, at_most: float | None, pinned: bool) -> bool:
+        return chunk.pinned == pinned and (at_most is None or chunk.bytes <= at_most)
