@@ -3,6 +3,8 @@
 Points lost come with a 95 % interval: questions are resampled 2,000 times within each cell (a task with a number of
 chunks), always a question's two answers together (stratified paired bootstrap; Efron and Tibshirani 1993, chapter 13).
 A difference whose interval contains 0 may be chance.
+
+A policy that lacks a cell has figures over other questions than the others. It is marked, and ranked with none.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class Lost(NamedTuple):
 @dataclass(frozen=True)
 class PolicyResult:
     """The figures of a policy over some answers: scores in points of 100, times in milliseconds (None where none were
-    measured), ratios against ``full``."""
+    measured), ratios against ``full``. ``cells`` is the number of cells that it answered, of ``of_cells``."""
 
     policy: str
     questions: int
@@ -60,6 +62,13 @@ class PolicyResult:
     top1: float | None
     judged: float | None = None
     answer_tokens: float | None = None
+    cells: int = 1
+    of_cells: int = 1
+
+    @property
+    def complete(self) -> bool:
+        """True if the figures are over all cells, so that they can be compared with those of others."""
+        return self.cells == self.of_cells
 
     @property
     def within_two_points(self) -> bool:
@@ -97,6 +106,8 @@ def compare_policies(answers: Iterable[PolicyAnswer], grades: Grades | None = No
                 mean_of(None if a.top1 is None else 100.0 * a.top1 for a in mine),
                 mean_of((grades or {}).get(a.key, {}).get(OVERALL) for a in mine),
                 mean_of(a.answer_tokens for a in mine),
+                len(parts),
+                len(cells),
             )
         )
     return found
@@ -154,6 +165,11 @@ def cells_of(answers: Iterable[PolicyAnswer]) -> dict[Cell, dict[str, list[Polic
 
 def policies_of(cells: Cells) -> list[str]:
     return list(dict.fromkeys(policy for cell in cells.values() for policy in cell))
+
+
+def complete_policies(cells: Cells) -> list[str]:
+    """Returns the policies that answered every cell."""
+    return [policy for policy in policies_of(cells) if all(policy in cell for cell in cells.values())]
 
 
 def at_every_count(cells: Cells) -> tuple[list[int], list[str]]:

@@ -14,8 +14,10 @@ some tasks of it, ``RUN:TASK@4,8`` its questions about so many chunks.
 ``cells RUN [POLICIES]``                             a row a task and number of chunks: scores and times
 ``counts WHAT RUN [POLICIES]``                       a row a number of chunks (``tables.count_table``)
 ``lengths RUN [POLICIES]``                           a row a range of prompt lengths: points lost
-``runs POLICIES: RUN ...``                           a row a run: score of ``full``, points lost
-``needles RUN POLICIES``                             scores by length (column) and depth (row), a table a policy
+``runs POLICIES: RUN ...``                           a row a run: score of ``full``, points lost (empty: a policy
+                                                     lacks a cell)
+``needles RUN POLICIES``                             scores by length (column) and depth (row), a table a policy and
+                                                     task
 ``same RUN A B``                                     to how many questions two policies gave the same answer
 ``pairs RUN A B ...``                                a row a pair: points that a policy loses to another
 ``pressed RUN FILLER PRESSES``                       a row a press and share: three ways to compress packets
@@ -43,6 +45,7 @@ from mpic.evals.pressed import pair_table, pressed_table
 from mpic.evals.tables import (
     cell_table,
     count_table,
+    grid_names,
     loss_table,
     markdown_table,
     needle_tables,
@@ -147,17 +150,20 @@ def _runs(folder: Path, *words: str) -> str:
         found = {result.policy: result for result in compare_policies(answers)}
         full = [answer for cell in cells.values() for answer in cell["full"]]
         pieces = sum(answer.pieces for answer in full) / len(full)
-        points = [str(found[policy].lost) for policy in policies]
+        points = [str(found[policy].lost) if found[policy].complete else "" for policy in policies]
         rows.append([str(_Run.of(run)), str(len(full)), f"{pieces:.1f}", f"{score(full):.1f}", *points])
     return markdown_table(rows)
 
 
 def _needles(folder: Path, run: str, *policies: str) -> str:
     tables = needle_tables(_answers(folder, run))
-    missing = [policy for policy in policies or ["full"] if policy not in tables]
+    there = list(dict.fromkeys(policy for _, policy in tables))
+    missing = [policy for policy in policies or ["full"] if policy not in there]
     if missing:
         raise BadRequest(f"{folder / run} has no grid of needles of {', '.join(missing)}")
-    return "\n\n".join(f"`{p}`:\n\n{markdown_table(tables[p])}" for p in policies or tables)
+    names = grid_names(tables)
+    chosen = [key for policy in policies or there for key in tables if key[1] == policy]
+    return "\n\n".join(f"`{names[key]}`:\n\n{markdown_table(tables[key])}" for key in chosen)
 
 
 def _same(folder: Path, run: str, one: str, other: str) -> str:

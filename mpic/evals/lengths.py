@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpic.evals.answers import PolicyAnswer
-from mpic.evals.compare import cells_of, lost, policies_of, score
+from mpic.evals.compare import cells_of, complete_policies, lost, score
 from mpic.evals.plots import style_of
 
 BINS = 4
@@ -20,7 +20,7 @@ def by_length(answers: Iterable[PolicyAnswer]) -> list[tuple[int, int, dict[str,
     under ``full``, whose chunks are all there. A policy that lacks a cell is left out, because its mean would be over
     other questions."""
     cells = cells_of(answers)
-    policies = [policy for policy in policies_of(cells) if all(policy in cell for cell in cells.values())]
+    policies = complete_policies(cells)
     rows = [
         {policy: cell[policy][number] for policy in policies}
         for cell in cells.values()

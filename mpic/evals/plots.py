@@ -33,7 +33,9 @@ def style_of(number: int) -> dict[str, Any]:
 def tradeoff(figure: Any, found: list[PolicyResult]) -> None:
     """Draws scores over the cost of the first token, as measured and as counted (EPIC, figure 6); bars are the
     intervals of the points lost, and a line joins the policies that no other one beats in both. Both axes are shares of
-    ``full``, and times are compared within a question, so that other load on the machine has little effect."""
+    ``full``, and times are compared within a question, so that other load on the machine has little effect. Policies
+    that lack a cell are left out, because they answered other questions."""
+    found = [result for result in found if result.complete]
     panels: list[tuple[Callable[[PolicyResult], float | None], str]] = [
         (lambda result: result.ttft_ratio, "time to first token, share of full's"),
         (lambda result: result.flops_ratio, "operations of the prefill, share of full's"),
@@ -72,11 +74,13 @@ COLUMNS = 3
 def by_task(figure: Any, found: Mapping[str, list[PolicyResult]], judged: bool = False) -> None:
     """Draws one panel per task: the score of each policy over its cost, as a share of ``full``'s (EPIC, figure 6; MPIC,
     figure 9). The cost is the time to the first token where it was measured, else the operations of the prefill. Bars
-    are the intervals of the points lost; a line joins the policies that no other one beats in both.
+    are the intervals of the points lost; a line joins the policies that no other one beats in both. A policy that lacks
+    a number of chunks of a task is left out of its panel.
 
     Args:
         judged: draw the judge's overall grades instead of scores.
     """
+    found = {task: [one for one in results if one.complete] for task, results in found.items()}
     timed = all(result.ttft_ratio is not None for results in found.values() for result in results)
     rows = -(-len(found) // COLUMNS)
     panels = figure.subplots(rows, COLUMNS, squeeze=False)
@@ -170,13 +174,13 @@ def by_chunks(figure: Any, answers: list[PolicyAnswer], grades: Grades | None = 
 
 
 def needles(figure: Any, found: Mapping[str, Mapping[tuple[int, int], float]]) -> None:
-    """Draws one map per policy: the score of each needle by the length of the prompt and its depth in it.
+    """Draws one map per grid: the score of each needle by the length of the prompt and its depth in it.
 
     Args:
-        found: by policy, scores by depth (percent) and length (tokens).
+        found: by the name of a grid (``tables.grid_names``), scores by depth (percent) and length (tokens).
     """
     panels = figure.subplots(-(-len(found) // COLUMNS), COLUMNS, squeeze=False)
-    for axes, (policy, grid) in zip(panels.flat, found.items()):
+    for axes, (name, grid) in zip(panels.flat, found.items()):
         depths, lengths = (sorted({place[of] for place in grid}) for of in (0, 1))
         scores = [[grid.get((depth, length), float("nan")) for length in lengths] for depth in depths]
         image = axes.imshow(scores, vmin=0, vmax=100, aspect="auto")
@@ -187,7 +191,7 @@ def needles(figure: Any, found: Mapping[str, Mapping[tuple[int, int], float]]) -
                 axes.text(column, row, f"{value:.0f}", fontsize=8, **style)
         axes.set_xticks(range(len(lengths)), lengths, fontsize=8)
         axes.set_yticks(range(len(depths)), [f"{depth} %" for depth in depths], fontsize=8)
-        axes.set_title(policy, fontsize=9)
+        axes.set_title(name, fontsize=9)
     for axes in panels.flat[len(found) :]:
         axes.set_axis_off()
     figure.supxlabel("tokens of the prompt", fontsize=9)

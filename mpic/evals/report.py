@@ -24,6 +24,7 @@ from mpic.evals.judge import read_grades
 from mpic.evals.tables import (
     cell_table,
     grade_table,
+    grid_names,
     loss_table,
     markdown_table,
     needle_scores,
@@ -43,9 +44,11 @@ def by_task(answers: Sequence[PolicyAnswer], grades: Grades) -> dict[str, list[P
 
 
 def advice(found: list[PolicyResult]) -> str:
-    """Returns advice on which policy to use, from these figures alone."""
+    """Returns advice on which policy to use, from these figures alone: of the policies that answered every cell."""
     within = [
-        result for result in found if result.within_two_points and result.policy not in ("full", "prefix")
+        result
+        for result in found
+        if result.complete and result.within_two_points and result.policy not in ("full", "prefix")
     ]
     if not within:
         return (
@@ -89,7 +92,8 @@ def write_report(out: Path) -> list[Path]:
     if len(tasks := by_task(answers, grades)) > 1:
         drawn["tasks.png"] = lambda figure: plots.by_task(figure, tasks)
     if grids := needle_scores(answers):
-        drawn["needles.png"] = lambda figure: plots.needles(figure, grids)
+        named = {grid_names(grids)[key]: grid for key, grid in grids.items()}
+        drawn["needles.png"] = lambda figure: plots.needles(figure, named)
     if grades:
         drawn["judge-tasks.png"] = lambda figure: plots.by_task(figure, tasks, judged=True)
         drawn["judge-chunks.png"] = lambda figure: plots.by_chunks(figure, answers, grades)
@@ -113,7 +117,7 @@ def write_report(out: Path) -> list[Path]:
         ("text", "Lengths of prompts and answers, and scores and points lost by length of the prompt:"),
         ("plot", "lengths.png"),
         ("table", lengths.length_table(answers)),
-        ("text", _notes(skipped)),
+        ("text", _notes(skipped, [result.policy for result in found if not result.complete])),
     ]
     if len(graded := grade_table(answers, grades)) > 1:
         sections.insert(3, ("text", "Grades of the judge, of 10, by dimension:"))
@@ -121,8 +125,10 @@ def write_report(out: Path) -> list[Path]:
         sections[5:5] = [("plot", "judge-tasks.png"), ("plot", "judge-chunks.png")]
     if grids:
         sections.append(("plot", "needles.png"))
-    for policy, table in needle_tables(answers).items():
-        sections += [("text", f"Needles under `{policy}`, by depth and length in tokens:"), ("table", table)]
+    names = grid_names(grids)
+    for key, table in needle_tables(answers).items():
+        title_of = f"Needles under `{names[key]}`, by depth and length in tokens:"
+        sections += [("text", title_of), ("table", table)]
     (out / "report.md").write_text(_markdown(title, sections), encoding="utf-8")
     (out / "report.html").write_text(_html(title, sections, out), encoding="utf-8")
     return [out / "report.md", out / "report.html", *(out / name for name in drawn)]
@@ -133,7 +139,7 @@ def _title(out: Path) -> str:
     return run.get("title") or f"Policies on {run['model']}"
 
 
-def _notes(skipped: list[PolicyAnswer]) -> str:
+def _notes(skipped: list[PolicyAnswer], incomplete: list[str]) -> str:
     text = (
         "Scores are means over cells (a task with a number of chunks), each counting the same. Points lost are paired "
         "by question; in brackets a 95 % interval (bootstrap over questions): where it holds 0, the difference may be "
@@ -141,6 +147,11 @@ def _notes(skipped: list[PolicyAnswer]) -> str:
         "compiling chunks and encoding images. First token KL is that of the policy's distribution from that of "
         "`full`, in nats."
     )
+    if incomplete:
+        text += (
+            f" {', '.join(incomplete)} did not answer every cell: their figures are over other questions, so they are "
+            "listed last, and are left out of the plots and of the advice."
+        )
     if skipped:
         reasons = sorted({str(answer.skipped) for answer in skipped})
         text += f" {len(skipped)} answers were skipped: {'; '.join(reasons[:5])}."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from mpic.errors import BadRequest
 from mpic.evals.answers import PolicyAnswer
@@ -14,7 +14,7 @@ from mpic.evals.compare import (
     at_count,
     at_every_count,
     cells_of,
-    losses,
+    complete_policies,
     lost,
     mean_of,
     metric_of,
@@ -26,16 +26,18 @@ from mpic.evals.tasks import GRIDS
 
 
 def summary_table(found: list[PolicyResult]) -> list[list[str]]:
-    """Returns one row per policy; the first row is the header."""
+    """Returns one row per policy, the best score first; the first row is the header. Policies that lack a cell come
+    last and say so, because their figures are over other questions."""
     rows = [
         ["policy", "score", "lost", "worst task", "TTFT, median", "TTFT, full over it", "FLOPs, full over it",
          "chunk tokens recomputed", "first token KL", "first token agrees", "judge, of 10", "answer tokens",
          "questions"],
     ]  # fmt: skip
-    for result in sorted(found, key=lambda one: -one.score):
+    for result in sorted(found, key=lambda one: (not one.complete, -one.score)):
+        asked = "" if result.complete else f" ({result.cells} of {result.of_cells} cells)"
         rows.append(
             [
-                result.policy,
+                f"{result.policy}{asked}",
                 f"{result.score:.1f}",
                 str(result.lost),
                 f"{result.worst_task} {result.worst.points:+.1f}" if result.worst.points else "",
@@ -56,11 +58,11 @@ def summary_table(found: list[PolicyResult]) -> list[list[str]]:
 
 def grade_table(answers: Iterable[PolicyAnswer], grades: Grades) -> list[list[str]]:
     """Returns one row per policy and one column per dimension of the judge's rubric: mean grades over the questions
-    that every policy answered. There is only the header when nothing is graded."""
+    that every policy answered, without policies that lack a cell. There is only the header when nothing is graded."""
     cells = cells_of(answers)
     found = {
-        policy: [grades[a.key] for cell in cells.values() for a in cell.get(policy, ()) if a.key in grades]
-        for policy in policies_of(cells)
+        policy: [grades[a.key] for cell in cells.values() for a in cell[policy] if a.key in grades]
+        for policy in complete_policies(cells)
     }
     names = list(dict.fromkeys(name for given in found.values() for one in given for name in one))
     rows = [["policy", *names]]
@@ -70,28 +72,36 @@ def grade_table(answers: Iterable[PolicyAnswer], grades: Grades) -> list[list[st
     return rows
 
 
-def needle_scores(answers: Iterable[PolicyAnswer]) -> dict[str, dict[tuple[int, int], float]]:
-    """Returns for each policy the scores of a grid of needles, by depth (percent) and length (tokens)."""
-    found: dict[str, dict[tuple[int, int], list[PolicyAnswer]]] = {}
+def needle_scores(answers: Iterable[PolicyAnswer]) -> dict[tuple[str, str], dict[tuple[int, int], float]]:
+    """Returns for each task and policy the scores of a grid of needles, by depth (percent) and length (tokens)."""
+    found: dict[tuple[str, str], dict[tuple[int, int], list[PolicyAnswer]]] = {}
     for (task, _), cell in cells_of(answers).items():
         for policy, given in cell.items() if task in GRIDS else ():
             for answer in given:
                 length, depth = answer.sample.partition("#")[0].split("@")
-                found.setdefault(policy, {}).setdefault((int(depth), int(length)), []).append(answer)
-    return {policy: {place: score(given) for place, given in grid.items()} for policy, grid in found.items()}
+                grid = found.setdefault((task, policy), {})
+                grid.setdefault((int(depth), int(length)), []).append(answer)
+    return {key: {place: score(given) for place, given in grid.items()} for key, grid in found.items()}
 
 
-def needle_tables(answers: Iterable[PolicyAnswer]) -> dict[str, list[list[str]]]:
-    """Returns for each policy a table of ``needle_scores``: one row per depth, one column per length."""
+def needle_tables(answers: Iterable[PolicyAnswer]) -> dict[tuple[str, str], list[list[str]]]:
+    """Returns for each task and policy a table of ``needle_scores``: one row per depth, one column per length."""
     tables = {}
-    for policy, grid in needle_scores(answers).items():
+    for key, grid in needle_scores(answers).items():
         lengths = sorted({length for _, length in grid})
         rows = [["depth", *(str(length) for length in lengths)]]
         for depth in sorted({depth for depth, _ in grid}):
             scores = (grid.get((depth, length)) for length in lengths)
             rows.append([f"{depth} %", *("" if one is None else f"{one:.0f}" for one in scores)])
-        tables[policy] = rows
+        tables[key] = rows
     return tables
+
+
+def grid_names(keys: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """Returns the name of each task's and policy's grid: the policy, and the task beside it if there are several."""
+    keys = list(keys)
+    several = len({task for task, _ in keys}) > 1
+    return {(task, policy): f"{policy}, {task}" if several else policy for task, policy in keys}
 
 
 def cell_table(answers: Iterable[PolicyAnswer], only: Sequence[str] = ()) -> list[list[str]]:
@@ -110,22 +120,25 @@ def cell_table(answers: Iterable[PolicyAnswer], only: Sequence[str] = ()) -> lis
 
 
 def loss_table(answers: Iterable[PolicyAnswer], only: Sequence[str] = ()) -> list[list[str]]:
-    """Returns one row per task and one column per policy: points lost against ``full`` and the 95 % interval. The last
-    row is over all cells, each counting the same."""
+    """Returns one row per task and one column per policy: points lost against ``full`` and the 95 % interval, empty
+    where a policy lacks a cell. The last row is over all cells, each counting the same."""
     cells = cells_of(answers)
     policies = [policy for policy in only or policies_of(cells) if policy != "full"]
-    found = {policy: losses(cells, policy) for policy in policies}
     rows = [["task", "questions", "full", *policies]]
     for task in dict.fromkeys(task for task, _ in cells):
-        full = [cell["full"] for (name, _), cell in cells.items() if name == task]
-        points = [str(found[policy].get(task, "")) for policy in policies]
-        rows.append([task, str(sum(map(len, full))), f"{statistics.mean(map(score, full)):.1f}", *points])
-    full = [cell["full"] for cell in cells.values()]
-    row = ["all cells", str(sum(map(len, full))), f"{statistics.mean(map(score, full)):.1f}"]
+        mine = [cell for (name, _), cell in cells.items() if name == task]
+        rows.append([task, *_losses(mine, policies)])
+    return [*rows, ["all cells", *_losses(list(cells.values()), policies)]]
+
+
+def _losses(cells: Sequence[Mapping[str, Sequence[PolicyAnswer]]], policies: Sequence[str]) -> list[str]:
+    """Returns the questions of some cells, the score of ``full``, and the points that each policy lost."""
+    full = [cell["full"] for cell in cells]
+    row = [str(sum(map(len, full))), f"{statistics.mean(map(score, full)):.1f}"]
     for policy in policies:
-        parts = [(cell[policy], cell["full"]) for cell in cells.values() if policy in cell]
+        parts = [(cell[policy], cell["full"]) for cell in cells if policy in cell]
         row.append(str(lost(parts)) if len(parts) == len(cells) else "")
-    return [*rows, row]
+    return row
 
 
 def count_table(answers: Iterable[PolicyAnswer], what: str, only: Sequence[str] = ()) -> list[list[str]]:
@@ -163,13 +176,7 @@ def _count_losses(
     policies = [policy for policy in only or policies_of(cells) if policy != "full"]
     rows = [["chunks", "questions", "full", *policies]]
     for count in counts:
-        mine = [cells[task, count] for task in tasks]
-        full = [cell["full"] for cell in mine]
-        row = [str(count), str(sum(map(len, full))), f"{statistics.mean(map(score, full)):.1f}"]
-        for policy in policies:
-            parts = [(cell[policy], cell["full"]) for cell in mine if policy in cell]
-            row.append(str(lost(parts)) if len(parts) == len(mine) else "")
-        rows.append(row)
+        rows.append([str(count), *_losses([cells[task, count] for task in tasks], policies)])
     return rows
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,9 +17,9 @@ from mpic.evals.answers import PolicyAnswer, lines_of
 from mpic.evals.compare import cells_of, compare_policies, interval, losses
 from mpic.evals.evidence import fill
 from mpic.evals.lengths import length_table
-from mpic.evals.plots import by_chunks, by_task, pareto
-from mpic.evals.report import advice
-from mpic.evals.tables import count_table, loss_table
+from mpic.evals.plots import by_chunks, by_task, pareto, tradeoff
+from mpic.evals.report import advice, write_report
+from mpic.evals.tables import count_table, loss_table, needle_scores, summary_table
 
 
 def answers(policy, right, task="world-card", chunks=2, **more):
@@ -217,6 +218,65 @@ def test_a_policy_that_lacks_a_task_is_left_out_where_numbers_of_chunks_are_comp
     ]
     card = [one for one in both if one.task == "world-card"]
     assert count_table(card, "score")[1] == ["2", "100.0", "100.0", "100.0"]
+
+
+def uneven():
+    """``mpic-16`` answered only the easy cell, where everybody is right."""
+    easy, hard = {"chunks": 2}, {"chunks": 4}
+    return [
+        *answers("full", [1] * 4, **easy),
+        *answers("full", [1, 1, 0, 0], **hard),
+        *answers("reuse", [1] * 4, **easy),
+        *answers("reuse", [1, 0, 0, 0], **hard, ttft_ms=0.5, flops=0.5),
+        *answers("mpic-16", [1] * 4, **easy, ttft_ms=0.1, flops=0.1),
+    ]
+
+
+def test_a_policy_that_lacks_a_cell_is_marked_and_neither_ranked_nor_advised_nor_drawn():
+    found = compare_policies(uneven())
+    assert [(one.policy, one.complete) for one in found] == [
+        ("full", True),
+        ("reuse", True),
+        ("mpic-16", False),
+    ]
+    rows = summary_table(found)[1:]
+    assert [row[0] for row in rows] == ["full", "reuse", "mpic-16 (1 of 2 cells)"]
+    assert "mpic-16" not in advice(found) and "No policy" in advice(found)
+    figure = Figure()
+    tradeoff(figure, found)
+    assert "mpic-16" not in figure.axes[-1].get_legend_handles_labels()[1]
+    figure = Figure()
+    by_task(figure, {"world-card": found})
+    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ["full", "reuse"]
+
+
+def test_points_lost_on_a_task_are_empty_where_a_policy_lacks_one_of_its_cells():
+    head, task, every = loss_table(uneven())
+    assert head[3:] == ["reuse", "mpic-16"]
+    assert task[3].startswith("+12.5") and task[4] == every[4] == ""
+
+
+def test_a_report_says_which_policies_lack_a_cell(tmp_path):
+    (tmp_path / "answers.jsonl").write_text(lines_of([replace(a, answer_tokens=1) for a in uneven()]))
+    (tmp_path / "run.json").write_text('{"model": "m"}')
+    write_report(tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert "mpic-16 did not answer every cell" in text and "| mpic-16 (1 of 2 cells) |" in text
+
+
+def test_needles_of_two_tasks_have_maps_of_their_own(tmp_path):
+    grid = [
+        PolicyAnswer(task, 0, "600@50#0", "full", scores={"contains": value, "em": value})
+        for task, value in (("niah", 1.0), ("world-niah", 0.0))
+    ]
+    (tmp_path / "grid").mkdir()
+    (tmp_path / "grid" / "answers.jsonl").write_text(lines_of(grid))
+    found = needle_scores(grid)
+    assert [next(iter(scores.values())) for scores in found.values()] == [100, 0]
+    page = tmp_path / "page.md"
+    page.write_text("<!-- made: needles grid full -->\n<!-- end -->\n")
+    fill(page)
+    assert "`full, niah`:" in page.read_text() and "`full, world-niah`:" in page.read_text()
 
 
 def test_tasks_with_different_numbers_of_chunks_are_drawn_each_by_itself():

@@ -135,7 +135,7 @@ def test_it_runs_on_small_files_in_the_same_formats(paper, tmp_path, tiny_model,
     if paper.stem == "mpic":
         assert {(a.task, a.chunks) for a in answers} == {("mmdu", 2), ("sparkles", 1)}
     if paper.stem == "epic":
-        assert needle_tables(answers)["mpic-8"][0] == ["depth", "300", "500"]
+        assert needle_tables(answers)["niah", "mpic-8"][0] == ["depth", "300", "500"]
     write_report(tmp_path / "out")
     assert "tasks.png" in (tmp_path / "out" / "report.md").read_text()
     assert (tmp_path / "out" / "tasks.png").exists()
