@@ -52,9 +52,13 @@ def row_blocks(
 ) -> tuple[BlockKernel | None, str]:
     """Returns a kernel for blocks of rows with heads of these dimensions, if the device has one, or None and the reason
     ("" where none exists for the device and dtype, or ``block_spans`` has the better one)."""
-    from mpic.kernels import block
+    from mpic.kernels import block, pairs
 
-    if device.type != "cpu" or dtype != torch.bfloat16 or torch.cpu._is_amx_tile_supported():
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return None, ""
+    if torch.cpu._is_amx_tile_supported():
+        return None, ""
+    if torch.cpu._is_avx512_bf16_supported() and not pairs.are_fast():
         return None, ""
     try:
         return block.load(dims), ""
@@ -65,16 +69,19 @@ def row_blocks(
 def block_spans(
     device: torch.device, dtype: torch.dtype, dims: Sequence[int], kv_dtype: torch.dtype | None = None
 ) -> tuple[list[BlockSpanKernel], str]:
-    """Returns a kernel for blocks of rows over all their spans for each of some head dimensions, or none and the reason
-    ("" where none exists for the device): the one for a matrix unit where the processor has it."""
-    from mpic.kernels import block_spans, block_tiles
+    """Returns a kernel for blocks of rows over all their spans for each of some head dimensions, or none: the one for a
+    matrix unit where the processor has it. The text beside them says why there is no better one ("" where none exists
+    for the device)."""
+    from mpic.kernels import block_spans, block_tiles, c_kernel
     from mpic.kernels.c_kernel import KernelUnavailable
 
     if device.type != "cpu":
         return [], ""
+    unit = dtype is torch.bfloat16 and kv_dtype in (None, dtype) and torch.cpu._is_amx_tile_supported()
+    withheld = c_kernel.why_no_unit() if unit else ""
     try:
-        if dtype is torch.bfloat16 and kv_dtype in (None, dtype) and torch.cpu._is_amx_tile_supported():
+        if unit and not withheld:
             return [block_tiles.load(dim) for dim in dims], ""
-        return [block_spans.load(dim, dtype, kv_dtype) for dim in dims], ""
+        return [block_spans.load(dim, dtype, kv_dtype) for dim in dims], withheld
     except KernelUnavailable as error:
         return [], str(error)

@@ -5,7 +5,7 @@ runs torch's flash kernel and merges its result into the earlier ones, and each 
 Torch's kernel also computes both halves of a causal mask's blocks. This kernel takes a layer in one call.
 
 The C file is compiled once for each head dimension and dtype (``c_kernel.py``). bf16 numbers are widened to fp32; where
-the processor multiplies pairs of them at once, ``block.py`` is faster.
+the processor is fast at products of pairs of them, ``block.py`` is faster.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class DecoderLayers:
         table = [[0 if w is None else w.data_ptr() for w in layer.flat] for layer in weights.layers]
         self._table = np.array(table, dtype=np.int64)
         self._function = kernel.decode
-        few, self._blocks = kernel.products.few, kernel.products.blocks
+        few, self._blocks = kernel.products.few, kernel.products.tiles
         widths = (self.hidden, self._heads * self.head_dim, self._inner)
         self._widest = max(widths)
         if self._blocks is not None and not all(map(self._blocks.takes, widths)):
@@ -133,7 +133,7 @@ class DecoderLayers:
         self.most_rows = few.most_rows if self._blocks is None else BLOCK_ROWS
         unit = UnitStruct()
         if self._blocks is not None:
-            unit = UnitStruct(*self._blocks.functions, kernel.products.few_rows)
+            unit = UnitStruct(*self._blocks.functions, self._blocks.least_rows - 1)
         self.struct = DecoderStruct(
             unit,
             *(len(table), self.hidden, self._heads, self._kv_heads, self._inner, half),

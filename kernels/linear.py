@@ -3,7 +3,7 @@
 Decoding multiplies one row a request with every weight, so that a step cannot be shorter than reading the weights once.
 For one row torch's products read them at about half the speed of memory, and for a few rows at less; this kernel was
 1.5 to 3.4 times as fast in fp32 and 1.4 to 2.7 times in bf16 on an AMD EPYC with AVX-512, and 1.2 to 4.5 and 1.5 to 3.4
-times with AVX2, up to the numbers of rows in ``MOST_ROWS``.
+times with AVX2. Blocks of rows have kernels of their own (``products.py``).
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ SOURCE = Path(__file__).with_name("linear.c")
 MOST_ROWS = {
     ("AVX512", "fp32"): 16,
     ("AVX512", "bf16 pairs"): 16,
-    ("AVX512", "bf16"): 4,
+    ("AVX512", "bf16"): 16,
     ("AVX2", "fp32"): 12,
-    ("AVX2", "bf16"): 512,
+    ("AVX2", "bf16"): 16,
 }
-"""Rows up to which the kernel was measured to be faster than torch, by the processor and by how it multiplies: pairs of
-bf16 numbers at once, or each of them widened. With AVX2 torch's own products of bf16 took 2.5 times as long at every
-number up to this one."""
+"""Rows up to which the kernel was measured to be the fastest, by the processor and by how it multiplies: pairs of bf16
+numbers at once, or each of them widened."""
 DTYPES = (torch.float32, torch.bfloat16)
 
 

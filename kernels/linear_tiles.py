@@ -71,7 +71,7 @@ class LinearTilesKernel:
     """
 
     name = "cpu-linear-tiles"
-    dtype = torch.bfloat16
+    dtype, least_rows = torch.bfloat16, LEAST_ROWS
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._function = library.multiply_blocks

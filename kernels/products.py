@@ -1,7 +1,8 @@
 """The matrix products of linear layers on the CPU: chooses among the kernels, by the number of rows.
 
 Few rows are multiplied at the speed at which weights are read (``linear.py``), blocks of rows on a matrix unit where
-the processor has one for the dtype (``linear_tiles.py``), and all others by torch.
+the processor has one for the dtype (``linear_tiles.py``) or as fp32 numbers where these are multiplied faster than bf16
+(``linear_widened.py``), and all others by torch.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from collections.abc import Sequence
 
 import torch
 
-from mpic.kernels import linear, linear_tiles
+from mpic.kernels import c_kernel, linear, linear_tiles, linear_widened, pairs
 from mpic.kernels.c_kernel import KernelUnavailable
 from mpic.kernels.linear import LinearKernel, Product
 from mpic.kernels.linear_tiles import LinearTilesKernel
+from mpic.kernels.linear_widened import WidenedKernel
+
+BlockProducts = LinearTilesKernel | WidenedKernel
 
 
 class Products:
@@ -23,14 +27,16 @@ class Products:
     Args:
         few: for few rows.
         blocks: for blocks of rows; None: torch multiplies these.
-        blocks_note: why torch does though the processor has a matrix unit for the dtype; else empty.
-
-    ``few_rows``: up to how many rows ``few`` is the fastest where there is another kernel for the inputs.
+        blocks_note: why the processor's matrix unit for the dtype is not used; empty if it is or there is none.
     """
 
-    def __init__(self, few: LinearKernel, blocks: LinearTilesKernel | None, blocks_note: str = "") -> None:
+    def __init__(self, few: LinearKernel, blocks: BlockProducts | None, blocks_note: str = "") -> None:
         self.few, self.blocks, self.blocks_note = few, blocks, blocks_note
-        self.few_rows = few.most_rows if blocks is None else linear_tiles.LEAST_ROWS - 1
+
+    @property
+    def tiles(self) -> LinearTilesKernel | None:
+        """The kernel for a matrix unit, if that is the one for blocks."""
+        return self.blocks if isinstance(self.blocks, LinearTilesKernel) else None
 
     def takes(self, rows: int, inputs: int) -> bool:
         """Returns whether a kernel multiplies so many rows of so many numbers faster than torch does."""
@@ -65,7 +71,7 @@ class Products:
                 _multiply(x.reshape(rows, inputs), by, out.view(rows, -1))
 
     def _is_block(self, rows: int, inputs: int) -> bool:
-        return self.blocks is not None and rows > self.few_rows and self.blocks.takes(inputs)
+        return self.blocks is not None and rows >= self.blocks.least_rows and self.blocks.takes(inputs)
 
 
 def _multiply(x: torch.Tensor, by: Product, out: torch.Tensor) -> None:
@@ -83,8 +89,12 @@ def load(dtype: torch.dtype) -> Products:
         KernelUnavailable: there is none; the message says why.
     """
     few = linear.load(dtype)
-    if dtype is not LinearTilesKernel.dtype or not torch.cpu._is_amx_tile_supported():
+    if dtype is not torch.bfloat16:
         return Products(few, None)
+    if not torch.cpu._is_amx_tile_supported():
+        return Products(few, None if pairs.are_fast() else linear_widened.load())
+    if withheld := c_kernel.why_no_unit():  # from torch, too
+        return Products(few, linear_widened.load(), withheld)
     try:
         return Products(few, linear_tiles.load())
     except KernelUnavailable as error:

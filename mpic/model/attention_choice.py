@@ -101,8 +101,8 @@ def _compiled(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
 ) -> AttentionChoice:
-    """Returns our own kernels: for blocks the one that multiplies pairs of bf16 numbers where the processor does and
-    has no matrix unit, else one that takes all spans; torch's where neither serves the layers."""
+    """Returns our own kernels: for blocks the one that multiplies pairs of bf16 numbers where the processor is
+    fast at that and has no matrix unit, else one that takes all spans; torch's where neither serves the layers."""
     choice = torchs._replace(name=streams[0].name, streams=streams)
     pairs, why_not = row_blocks(device, dtype, {kind.dim for kind in kinds})
     if pairs is not None:
@@ -112,5 +112,6 @@ def _compiled(
     else:
         spans, reason = block_spans(device, dtype, [kind.dim for kind in kinds], kv_dtype)
     if spans:
-        return choice._replace(blocks=spans[0].name, spans=spans, blocks_note=why_not)
+        note = "; ".join(filter(None, (why_not, reason)))
+        return choice._replace(blocks=spans[0].name, spans=spans, blocks_note=note)
     return choice._replace(blocks_note="; ".join(filter(None, (why_not, f"no cpu-block-spans: {reason}"))))

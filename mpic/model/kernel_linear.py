@@ -52,7 +52,7 @@ class KernelsUsed(NamedTuple):
 
     Args:
         few: "cpu-linear", or "torch".
-        blocks: the same for blocks of rows, or "cpu-linear-tiles".
+        blocks: the same for blocks of rows: "cpu-linear-tiles", "cpu-linear-widened", or "torch".
         note: why ``few`` is torch; else empty.
         blocks_note: why ``blocks`` is torch though the processor has a matrix unit; else empty.
     """

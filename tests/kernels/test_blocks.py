@@ -10,13 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpic.kernels import block, block_tiles, c_kernel
+from mpic.kernels import block, block_tiles, c_kernel, pairs
 from mpic.kernels.backends import row_blocks, single_rows
 from mpic.model import attention_choice
 
 CPU = torch.device("cpu")
-LOADED, _ = row_blocks(CPU, torch.bfloat16, (32, 64, 80, 128))
-needs_kernel = pytest.mark.skipif(LOADED is None, reason="no AVX-512 BF16, a matrix unit, or no C compiler")
+try:
+    LOADED = block.load((32, 64, 80, 128))
+except block.KernelUnavailable:
+    LOADED = None
+needs_kernel = pytest.mark.skipif(LOADED is None, reason="no AVX-512 BF16, or no C compiler")
 needs_single_rows = pytest.mark.skipif(
     single_rows(CPU, torch.bfloat16, 64)[0] is None, reason="no kernel for single rows, so none for blocks"
 )
@@ -127,8 +130,16 @@ def test_processors_with_a_matrix_unit_have_a_better_one(monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     assert row_blocks(CPU, torch.bfloat16, [64]) == (None, "")
-    with pytest.raises(block.KernelUnavailable, match=r"a matrix unit, which block_tiles\.c uses"):
-        block.load([64])
+
+
+@pytest.mark.parametrize("ratio, taken", [(1.0, True), (1.6, False)])
+def test_processors_that_are_slow_at_pairs_have_a_better_one(monkeypatch, ratio, taken):
+    kernel = SimpleNamespace()
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(pairs, "over_singles", lambda: ratio)
+    monkeypatch.setattr(block, "load", lambda dims: kernel)
+    assert row_blocks(CPU, torch.bfloat16, [64]) == (kernel if taken else None, "")
 
 
 @pytest.mark.parametrize("dim", [63, 576])
@@ -162,6 +173,7 @@ def choice(softcap: float | None = None) -> attention_choice.AttentionChoice:
 def test_a_matrix_unit_has_the_work_of_bf16_over_all_spans(monkeypatch):
     if not torch.cpu._is_amx_tile_supported():
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+        monkeypatch.setattr(c_kernel, "why_no_unit", lambda: "")
         monkeypatch.setattr(block_tiles, "load", functools.partial(block_tiles.load, emulated=True))
     chosen = choice()
     assert chosen.name == "cpu-stream" and chosen.blocks == "cpu-block-tiles"
@@ -169,11 +181,16 @@ def test_a_matrix_unit_has_the_work_of_bf16_over_all_spans(monkeypatch):
 
 
 @needs_single_rows
-@pytest.mark.parametrize("softcap, why", [(None, "the operating system does not let"), (30.0, "are capped")])
-def test_torch_keeps_what_a_matrix_unit_cannot_be_used_for(softcap, why, monkeypatch):
-    """Not even the kernel that would compute in fp32 takes it: torch uses the unit where it can."""
+def test_scores_that_are_capped_stay_torchs_on_a_matrix_unit(monkeypatch):
+    """Not even the kernel that would compute in fp32 takes them: torch uses the unit where it can."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: softcap is not None)
-    block_tiles.load.cache_clear()
-    chosen = choice(softcap)
-    assert chosen.blocks == "cpu-flash" and not chosen.spans and why in chosen.blocks_note
+    chosen = choice(30.0)
+    assert chosen.blocks == "cpu-flash" and not chosen.spans and "are capped" in chosen.blocks_note
+
+
+@needs_single_rows
+def test_a_unit_that_the_system_withholds_leaves_the_work_to_fp32_and_the_reason_is_told(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: False)
+    chosen = choice()
+    assert chosen.blocks == "cpu-block-spans" and "does not let" in chosen.blocks_note

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit_kit import configured_threads, needs_unit, on_both, threads
 
-from mpic.kernels import c_kernel, linear, linear_tiles, products
+from mpic.kernels import c_kernel, linear, linear_tiles, pairs, products
 from mpic.kernels.linear import Product
 
 needs_compiler = pytest.mark.skipif(
@@ -199,7 +199,7 @@ def test_no_thread_keeps_the_units_configuration(tmp_path):
 def fresh(tmp_path, monkeypatch):
     """An empty cache folder, and no kernel loaded before or after the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    loads = (linear_tiles.load, products.load)
+    loads = (linear_tiles.load, products.load, pairs.over_singles)
     for load in loads:
         load.cache_clear()
     yield tmp_path
@@ -212,7 +212,7 @@ def test_bf16_has_it_where_there_is_a_unit_and_other_dtypes_do_not(fresh, monkey
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     with contextlib.suppress(linear.KernelUnavailable):
         found = products.load(torch.bfloat16)
-        assert found.blocks is None and found.blocks_note == "" and found.few_rows == found.few.most_rows
+        assert found.tiles is None and found.blocks_note == ""
     with pytest.raises(linear.KernelUnavailable, match="no matrix unit"):
         linear_tiles.load()
     monkeypatch.undo()
@@ -224,7 +224,7 @@ def test_bf16_has_it_where_there_is_a_unit_and_other_dtypes_do_not(fresh, monkey
 @needs_unit
 def test_blocks_of_rows_are_its_and_few_rows_or_odd_inputs_are_not():
     found = products.load(torch.bfloat16)
-    assert found.blocks.name == "cpu-linear-tiles" and found.few_rows == linear_tiles.LEAST_ROWS - 1
+    assert found.blocks.name == "cpu-linear-tiles"
     assert found.takes(1000, 64) and not found.takes(1000, 63) and found.takes(4, 63)
     by = Product(some(40, 64, seed=1), some(40, seed=2))
     for rows in (1, 4, 5, 100):
@@ -241,7 +241,7 @@ def test_blocks_of_rows_are_its_and_few_rows_or_odd_inputs_are_not():
 def test_without_the_systems_leave_torch_multiplies_blocks_and_the_reason_is_told(fresh, monkeypatch):
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: False)
     found = products.load(torch.bfloat16)
-    assert found.blocks is None and "does not let programs use" in found.blocks_note
+    assert found.tiles is None and "does not let programs use" in found.blocks_note
     x, by = some(100, 64), Product(some(40, 64, seed=1))
     assert_exact(found(x, by), x, by)
 
