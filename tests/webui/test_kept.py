@@ -5,6 +5,13 @@ from page_kit import BOX, ask, begin, look, more, new_chat, open_chat, questions
 QUEUED = "text=asked again as soon as it is back"
 
 
+def titles(page):
+    """Returns the titles that the browser has stored."""
+    return page.evaluate(
+        "import('/ui/static/store.js').then(s => s.list()).then(all => all.map(c => c.title))"
+    )
+
+
 def test_two_tabs_that_ask_in_one_chat_at_the_same_time_keep_both_questions(fake, open_page):
     page = open_page(fake.url)
     ask(page, "zero")
@@ -151,3 +158,44 @@ def test_bringing_back_a_chat_that_made_way_says_which_other_makes_way(fake, ope
     ask(page, "one more")
     page.click(".toast:has-text('“Old 0”') >> text=Undo")
     page.wait_for_selector(".toast:has-text('the oldest, “Old 1”, was removed')")
+
+
+def test_a_draft_stays_with_a_chat_that_was_new_when_its_question_was_asked(fake, open_page):
+    page = open_page(fake.url)
+    page.click("#new-chat")
+    until(page, "location.hash === '#chat'")
+    ask(page, "one")
+    page.fill(BOX, "a follow-up")
+    new_chat(page)
+    assert page.input_value(BOX) == ""
+    open_chat(page)
+    assert page.input_value(BOX) == "a follow-up"
+
+
+def test_a_title_given_in_one_tab_outlasts_questions_in_another_tab(fake, open_page):
+    page = open_page(fake.url)
+    ask(page, "one")
+    other = open_page(page.url, context=page.context)
+    new_chat(page)
+    page.click("#chat-list .icon-button")
+    page.click(".menu-item:text-is('Rename')")
+    page.fill("dialog input", "A better title")
+    page.keyboard.press("Enter")
+    other.wait_for_selector("#title:text-is('A better title')")
+    ask(other, "two")
+    assert titles(other) == ["A better title"]
+
+
+def test_a_title_that_an_undo_brings_back_comes_back_in_another_tab(fake, open_page):
+    page = open_page(fake.url)
+    ask(page, "one")
+    more(page, 1, "Edit the question")
+    page.fill(".edit-box", "two")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".turn-line")
+    page.wait_for_selector("#title:text-is('two')")
+    other = open_page(page.url, context=page.context)
+    new_chat(page)
+    page.click(".toast >> text=Undo")
+    other.wait_for_selector("#title:text-is('one')")
+    assert questions(other) == ["one"]

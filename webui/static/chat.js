@@ -255,6 +255,7 @@ const change = (text, touched, act) => {
       putBack(now, before);
       if (now.title === given) now.title = title;
       if (!open) {
+        now.updated = Date.now();  // of two titles, other tabs take the later one
         await store.save(now).catch(failed);
         if (chat.current.id === id && merge(chat.current, now)) drawAll();  // it was opened meanwhile
         changed();

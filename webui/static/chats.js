@@ -29,7 +29,7 @@ const rename = async (id) => {
   const one = id === chat.current.id ? chat.current : await store.load(id);
   const title = await prompt('Rename the chat', 'Title', one.title, (text) => (text ? '' : 'A title has at least one letter.'));
   if (!title) return;
-  Object.assign(one, { title, named: true });
+  Object.assign(one, { title, named: true, updated: Date.now() });
   if (one === chat.current) await persist();
   else await store.save(one).catch(failed);
   draw();

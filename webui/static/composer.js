@@ -14,7 +14,7 @@ const fit = () => {
   box().style.height = `${Math.min(box().scrollHeight + 2, innerHeight * 0.35)}px`;
 };
 
-const takeOut = (kind, name) => {
+const removeMention = (kind, name) => {
   const known = files.known();
   const left = box().value.replace(HANDLE, (whole, k, word) => {
     const other = handleIn(word, known);
@@ -33,7 +33,7 @@ export const showChips = () => {
     if (!file && box().selectionStart === match.index + match[0].length && document.activeElement === box()) continue;  // being typed
     seen.add(fold(name));
     chips.push(h('span', { class: `chip${file ? '' : ' unknown'}` }, picture(file || {}), file ? name : `${name}: no such handle`,
-      iconButton('close', `Take ${name} out of the question`, () => takeOut(match[1], name), { class: 'chip-x' })));
+      iconButton('close', `Take ${name} out of the question`, () => removeMention(match[1], name), { class: 'chip-x' })));
   }
   $('#chips').replaceChildren(...chips);
 };
@@ -80,6 +80,7 @@ const submit = (event) => {
 const shown = () => {
   $('#send').hidden = busy();
   $('#stop').hidden = !busy();
+  if (!place && !chat.current.id) shownChat = chat.current;  // another new chat took the place of the one before
   if (chat.current === shownChat && chat.current.id && !place) { store.keepDraft('', ''); place = chat.current.id; }  // the new chat has got its name
 };
 

@@ -37,9 +37,10 @@ export function inline(text) {
   return out.filter((piece) => piece !== '');
 }
 
-const BULLET = /^\s{0,3}[-*+]\s+(.*)$/, NUMBER = /^\s{0,3}\d{1,9}[.)]\s+(.*)$/, FENCE = /^\s{0,3}(`{3,}|~{3,})/;
+const BULLET = /^\s{0,3}[-*+]\s+(.*)$/, NUMBER = /^\s{0,3}(\d{1,9})[.)]\s+(.*)$/, FENCE = /^\s{0,3}(`{3,}|~{3,})/;
 const HEADING = /^(#{1,6})\s+(.*)$/, QUOTE = /^\s{0,3}>\s?(.*)$/, RULE = /^\s{0,3}([-*_])(\s*\1){2,}\s*$/;
 const SEPARATOR = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)+\|?\s*$/;
+const MOST_QUOTES = 8;  // within each other; a model that repeats itself writes thousands
 const starts = (line) => [BULLET, NUMBER, FENCE, HEADING, QUOTE, RULE].some((pattern) => pattern.test(line));
 const cells = (line) => line.trim().replace(/^\||\|$/g, '').split('|').map((cell) => cell.trim());
 
@@ -60,8 +61,13 @@ class Lines {
   }
 }
 
-const list = (lines, pattern, tag) =>
-  h(tag, {}, lines.take((line) => pattern.exec(line)).map((match) => h('li', {}, inline(match[1]))));
+const items = (found) => found.map((match) => h('li', {}, inline(match.at(-1))));
+const bullets = (lines) => h('ul', {}, items(lines.take((line) => BULLET.exec(line))));
+/** A numbered list. What stands between its items ends it, so the next one begins with the number it has in the text. */
+const numbered = (lines) => {
+  const found = lines.take((line) => NUMBER.exec(line)), first = Number(found[0][1]);
+  return h('ol', { start: first === 1 ? null : first }, items(found));
+};
 
 const table = (lines) => {
   const head = cells(lines.here);
@@ -80,26 +86,26 @@ const code = (lines) => {
   return h('pre', { tabindex: '0' }, h('code', {}, body.join('\n')));
 };
 
-const block = (lines) => {
+const block = (lines, depth) => {
   const line = lines.here;
   if (FENCE.test(line)) return code(lines);
   if (RULE.test(line)) { lines.at += 1; return h('hr'); }
   const heading = HEADING.exec(line);
   if (heading) { lines.at += 1; return h(`h${Math.min(6, heading[1].length + 1)}`, {}, inline(heading[2])); }
-  if (QUOTE.test(line)) return h('blockquote', {}, markdown(lines.take((l) => QUOTE.exec(l)).map((m) => m[1]).join('\n')));
-  if (BULLET.test(line)) return list(lines, BULLET, 'ul');
-  if (NUMBER.test(line)) return list(lines, NUMBER, 'ol');
+  if (QUOTE.test(line) && depth < MOST_QUOTES) return h('blockquote', {}, markdown(lines.take((l) => QUOTE.exec(l)).map((m) => m[1]).join('\n'), depth + 1));
+  if (BULLET.test(line)) return bullets(lines);
+  if (NUMBER.test(line)) return numbered(lines);
   if (line.includes('|') && SEPARATOR.test(lines.lines[lines.at + 1] || '')) return table(lines);
   let first = true;
   const words = lines.take((l) => (l.trim() && (first || !starts(l)) ? [((first = false), l)] : null));
   return h('p', {}, inline(words.map(([l]) => l.trimEnd()).join('\n')));
 };
 
-/** Returns the elements of a text. */
-export function markdown(text) {
+/** Returns the elements of a text; `depth` is how many quotes it stands in. */
+export function markdown(text, depth = 0) {
   const lines = new Lines(text.replace(/\r\n?/g, '\n').split('\n')), out = [];
   while (lines.more) {
-    if (lines.here.trim()) out.push(block(lines));
+    if (lines.here.trim()) out.push(block(lines, depth));
     else lines.at += 1;
   }
   return out;
