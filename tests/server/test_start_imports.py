@@ -94,8 +94,8 @@ def said(found: dict[str, list[str]]) -> str:
 
 @pytest.mark.parametrize(
     ("code", "names"),
-    [(COMMAND, [*TORCH, *LATER]), (SERVER, LATER), (SERVER + MODEL, LATER)],
-    ids=["the command line", "the server", "the server with the demo model"],
+    [(COMMAND, [*TORCH, *LATER]), (SERVER + MODEL, LATER)],
+    ids=["the command line", "the server with the demo model"],
 )
 def test_a_start_imports_nothing_that_is_needed_later(code, names, tmp_path):
     found = imported(code, names, tmp_path)
