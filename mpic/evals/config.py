@@ -157,7 +157,7 @@ class EvalConfig:
         """
         found: dict[str, list[Any]] = {}
         for name, options in self.cells():
-            cell = f"{name}, {options.chunks} chunks" if options.chunks else name
+            cell = _cell(name, options)
             if cell in found:
                 raise ConfigError(
                     f"{cell}: asked for twice; give another split or file a run (--out) of its own"
@@ -170,6 +170,16 @@ class EvalConfig:
                 found[cell].append(options.metric)
             if name.startswith("world-") and options.generation != 1:
                 found[cell].append(f"generation {options.generation}")
+        return found
+
+    def contents(self) -> dict[str, list[str]]:
+        """Returns digests of the local files and folders that the samples of each cell come from, where there are any:
+        two files may have one name."""
+        found: dict[str, list[str]] = {}
+        for name, options in self.cells():
+            paths = [path for path in (options.path, options.images) if path is not None and path.exists()]
+            if paths:
+                found[_cell(name, options)] = [_contents(path) for path in paths]
         return found
 
     def _resolve(self, path: str | None) -> Path | None:
@@ -259,6 +269,19 @@ def _generation_of(model: str) -> int:
     config = json.loads(path.read_text(encoding="utf-8"))
     text = config.get("text_config", config)
     return generation_for(int(text.get("max_position_embeddings", 8192)))
+
+
+def _cell(name: str, options: Options) -> str:
+    return f"{name}, {options.chunks} chunks" if options.chunks else name
+
+
+def _contents(path: Path) -> str:
+    """Returns the digest of a file, or of the names and sizes of the files in a folder."""
+    if path.is_file():
+        return _digest(path)
+    files = sorted(one for one in path.rglob("*") if one.is_file())
+    listed = [[one.relative_to(path).as_posix(), one.stat().st_size] for one in files]
+    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
 
 def _digest(path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import os
 import re
@@ -16,7 +17,7 @@ import httpx
 from rich.progress import Progress
 
 from mpic.config import ConfigError
-from mpic.errors import Unavailable
+from mpic.errors import BadRequest, Unavailable
 from mpic.evals.answers import PolicyAnswer, end_at_a_whole_line, read_entries
 from mpic.evals.config import EvalConfig, Judge
 from mpic.evals.tasks import Sample, find
@@ -40,6 +41,9 @@ class Grader:
     """Asks one endpoint for grades. The key, if it needs one, is read from the environment variable that the
     configuration names.
 
+    Attributes:
+        digest: tells judges apart: of the model, the rubric and what is shown of images.
+
     Args:
         transport: a transport of httpx, for tests.
     """
@@ -60,6 +64,16 @@ class Grader:
         key = os.environ.get(judge.key_variable)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._model = judge.model
+        decisive = [
+            judge.model,
+            self._system,
+            self._form,
+            self._sees,
+            self._last,
+            self._mean,
+            *self.dimensions,
+        ]
+        self.digest = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:16]
         self._client = httpx.Client(
             base_url=judge.base_url.rstrip("/"), headers=headers, timeout=120, transport=transport
         )
@@ -161,9 +175,20 @@ def judge_run(
     grader: Grader,
     progress: Progress | None = None,
 ) -> dict[tuple[str, int, str, str], dict[str, float]]:
-    """Grades the answers that have not been graded yet. Grades are kept in ``grades.jsonl``, one line per answer."""
+    """Grades the answers that have not been graded yet. Grades are kept in ``grades.jsonl``, one line per answer with
+    the judge's digest, which files of earlier versions lack.
+
+    Raises:
+        BadRequest: grades of another judge are in the run, and one judge's cannot be compared with another's.
+        JudgeFailed: the judge gave no grades.
+    """
     path = out / NAME
     grades = read_grades(out)
+    if any(entry.get("judge", grader.digest) != grader.digest for entry in read_entries(path)):
+        raise BadRequest(
+            f"{path} holds grades by another model or rubric, or with other images; move it away to have all answers "
+            "graded anew"
+        )
     end_at_a_whole_line(path)
     samples = {
         (name, options.chunks or sample.chunks, sample.id): sample
@@ -175,7 +200,8 @@ def judge_run(
     with path.open("a", encoding="utf-8") as lines:
         for answer in todo:
             grades[answer.key] = grader.grade(samples[answer.key[:3]], answer.answer)
-            lines.write(json.dumps({"key": answer.key, "grades": grades[answer.key]}) + "\n")
+            entry = {"key": answer.key, "judge": grader.digest, "grades": grades[answer.key]}
+            lines.write(json.dumps(entry) + "\n")
             lines.flush()
             if progress is not None:
                 progress.advance(bar)

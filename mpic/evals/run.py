@@ -51,6 +51,8 @@ class Evaluator:
 
     Raises:
         BadRequest: the folder holds a run of another model or seed, or a task over another file or split.
+
+    ``run.json`` keeps what the answers depend on; runs of earlier versions lack some of it, which is then added.
     """
 
     def __init__(self, config: EvalConfig, out: Path) -> None:
@@ -65,6 +67,7 @@ class Evaluator:
             "fingerprint": self.config.fingerprint(),
             "model": Path(self.config.model).name,
             "data": self.config.data(),
+            "contents": self.config.contents(),
         }
         if self.config.title is not None:
             mine["title"] = self.config.title
@@ -81,19 +84,28 @@ class Evaluator:
                         f"{self.out} holds answers of {cell} over another file or split; give another --out"
                     )
             mine["data"] = {**before, **mine["data"]}
+            known = found.get("contents", {})
+            for cell, digests in mine["contents"].items():
+                if known.get(cell, digests) != digests:
+                    raise BadRequest(
+                        f"{self.out} holds answers of {cell} over a file that has changed; give another --out"
+                    )
+            mine["contents"] = {**known, **mine["contents"]}
             if self.config.title is None and "title" in found:
                 mine["title"] = found["title"]
-            if "packet" in found:
-                mine["packet"] = found["packet"]
+            for name in ("packet", "computed"):
+                if name in found:
+                    mine[name] = found[name]
         path.write_text(json.dumps(mine, indent=2) + "\n")
 
-    def _same_adapter(self, engine: Engine) -> None:
-        """Records the adapter of packets. Raises BadRequest: answers of another one are in the run."""
-        path, digest = self.out / "run.json", engine.info.details["packet"]
+    def _same(self, name: str, value: Any, words: str) -> None:
+        """Records a fact that is known once the model is loaded. Raises BadRequest: the run has answers of another
+        one."""
+        path = self.out / "run.json"
         facts = json.loads(path.read_text())
-        if facts.get("packet", digest) != digest:
-            raise BadRequest(f"{self.out} holds answers of another adapter; give another --out")
-        path.write_text(json.dumps(facts | {"packet": digest}, indent=2) + "\n")
+        if facts.get(name, value) != value:
+            raise BadRequest(f"{self.out} holds answers {words}; give another --out")
+        path.write_text(json.dumps(facts | {name: value}, indent=2) + "\n")
 
     def run(self, progress: Progress | None = None) -> list[PolicyAnswer]:
         """Answers the questions that have not been answered yet.
@@ -121,8 +133,9 @@ class Evaluator:
             settings = replace(settings, policy=packets[0])  # such a policy is refused without an adapter
         engine, processor = load_engine(settings)
         try:
+            self._same("computed", _computed(engine, config), "in another dtype or on another kind of device")
             if packets:
-                self._same_adapter(engine)
+                self._same("packet", engine.info.details["packet"], "of another adapter")
             for press in (parse_press(linking.press) for linking in linkings):
                 if press is not None and press.syntax not in engine.presses():
                     raise BadRequest(f"press {press} does not run on model {engine.info.name}")
@@ -169,6 +182,11 @@ def _map(
                 yield future.result()
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _computed(engine: Engine, config: EvalConfig) -> list[str]:
+    """Returns the dtype and the kind of device that answers are computed in, whatever ``auto`` means here."""
+    return [engine.info.dtype, choose_device(config.device).type]
 
 
 class _Session:

@@ -276,6 +276,39 @@ def test_another_file_or_split_does_not_mix_into_a_run(tmp_path):
         Evaluator(configs["musique", "passage"], tmp_path / "out")
 
 
+def test_a_file_that_has_changed_does_not_mix_into_a_run_and_runs_without_digests_go_on(tmp_path):
+    (tmp_path / "e.toml").write_text('[[task]]\nname = "longbench-qa"\npath = "qa.jsonl"')
+    config, out = load_eval_config(tmp_path / "e.toml"), tmp_path / "out"
+    (tmp_path / "qa.jsonl").write_text("{}\n")
+    Evaluator(config, out)
+    (out / "answers.jsonl").write_text(lines_of([PolicyAnswer("longbench-qa", 0, "a", "full")]))
+    Evaluator(config, out)
+    (tmp_path / "qa.jsonl").write_text("{ }\n")
+    with pytest.raises(BadRequest, match="longbench-qa over a file that has changed"):
+        Evaluator(config, out)
+    facts = json.loads((out / "run.json").read_text())
+    del facts["contents"]
+    (out / "run.json").write_text(json.dumps(facts))
+    Evaluator(config, out)
+    assert json.loads((out / "run.json").read_text())["contents"]["longbench-qa"]
+
+
+def test_answers_in_another_dtype_or_from_another_device_do_not_mix_into_a_run(finished, tmp_path):
+    folder, answers = finished
+    out = tmp_path / "out"
+    shutil.copytree(folder / "out", out)
+    config = load_eval_config(folder / "eval.toml")
+    facts = json.loads((out / "run.json").read_text())
+    assert facts["computed"] == ["float32", "cpu"]
+    (out / "run.json").write_text(json.dumps(facts | {"computed": ["bfloat16", "cuda"]}))
+    with pytest.raises(BadRequest, match="another dtype or on another kind of device"):
+        Evaluator(config, out).run()
+    del facts["computed"]  # as a run of an earlier version
+    (out / "run.json").write_text(json.dumps(facts))
+    assert len(Evaluator(config, out).run()) == len(answers)
+    assert json.loads((out / "run.json").read_text())["computed"] == ["float32", "cpu"]
+
+
 def test_the_report_has_tables_plots_and_advice(finished):
     folder, _ = finished
     for path in write_report(folder / "out"):

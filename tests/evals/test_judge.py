@@ -154,6 +154,23 @@ def test_grades_are_kept_and_not_asked_for_again(tmp_path):
     assert len(asked) == 2
 
 
+def test_grades_of_another_judge_do_not_mix_into_a_run(tmp_path):
+    config = EvalConfig((TaskEntry("world-image", chunks=(1,)),), questions=2)
+    answers = [PolicyAnswer("world-image", 1, str(i), "full", answer="red") for i in range(2)]
+    first = judge_run(config, tmp_path, answers[:1], grader([json.dumps(grades(5))], []))
+    others = [replace(JUDGE, model="other"), replace(JUDGE, rubric="sparkles"), replace(JUDGE, images=True)]
+    for other in others:
+        with pytest.raises(BadRequest, match="another model or rubric"):
+            judge_run(config, tmp_path, answers, Grader(other))
+    assert read_grades(tmp_path) == first
+    elsewhere = replace(JUDGE, base_url="http://elsewhere/v1", key_variable="KEY")
+    assert Grader(elsewhere).digest == Grader(JUDGE).digest
+    path = tmp_path / "grades.jsonl"  # as earlier versions wrote it
+    path.write_text(json.dumps({"key": answers[0].key, "grades": grades(4)}) + "\n")
+    found = judge_run(config, tmp_path, answers, grader([json.dumps(grades(5))], []))
+    assert [one["Overall Score"] for one in found.values()] == [4, 5]
+
+
 def test_a_grade_cut_off_by_a_kill_is_asked_for_again_on_a_line_of_its_own(tmp_path):
     config = EvalConfig((TaskEntry("world-image", chunks=(1,)),), questions=3)
     answers = [PolicyAnswer("world-image", 1, str(i), "full", answer="red") for i in range(3)]
