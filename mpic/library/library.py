@@ -6,11 +6,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
 from mpic.durable import FileSystem
-from mpic.errors import BadRequest, LibraryGone
+from mpic.errors import BadRequest, MPICError
 from mpic.library.caches import CacheLibrary
 from mpic.library.catalog.database import Catalog
 from mpic.library.catalog.file_rows import FileRows
@@ -131,15 +132,15 @@ class Library:
         """
         filesystem = filesystem or FileSystem()
         folder = FolderLock(Path(root).absolute(), filesystem).acquire(create)
-        try:
+        with ExitStack() as undo:
+            undo.callback(folder.release)
             library = cls(folder, limits or Limits(), filesystem, clock, host, remote)
+            undo.callback(library.catalog.close)
             library.catalog.identify(folder.id)
             folder.remember()
             if reconcile:
                 library.recovered = library.reconcile()
-        except BaseException:
-            folder.release()
-            raise
+            undo.pop_all()
         return library
 
     @classmethod
@@ -167,10 +168,11 @@ class Library:
             "missing_chunks lost_files found_chunks adopted_chunks adopted_files leftovers orphans unknown"
         )
         done = Counter(dict.fromkeys([*names.split(), "expired_orphans"], 0))
-        done.update(self.store.reconcile(self.orphans))
-        self.references.collect_retired()
         known = self.files.paths() | self.references.paths()
         originals = Reconciliation(self.root, self.catalog, self.sidecars, known, self.clock())
+        originals.remove_leftovers(self.filesystem)
+        done.update(self.store.reconcile(self.orphans))
+        self.references.collect_retired()
         done.update(originals.run(self.orphans, self.filesystem))
         self.forget_gone()
         self.references.collect_retired()  # an adopted version may have replaced an older one
@@ -249,17 +251,18 @@ class Library:
         self.references.check()
 
     def close(self) -> None:
-        """Writes the state that is kept in memory and releases the folder. Close the engine first. Safe to call
-        twice."""
+        """Writes the state that is kept in memory, if it can be written, and releases the folder. Close the engine
+        first. Safe to call twice."""
         if self._open:
             self._open = False
-            self._backfill.stop()
-            try:
-                self.store.flush()
-            except LibraryGone as error:
-                log.error("%s", error.message)
-            self.catalog.close()
-            self.folder.release()
+            with ExitStack() as ends:
+                ends.callback(self.folder.release)
+                ends.callback(self.catalog.close)
+                self._backfill.stop()
+                try:
+                    self.store.flush()
+                except MPICError as error:  # only the order of evictions depends on it
+                    log.error("%s", error.message)
         elif self.catalog.read_only:
             self.catalog.close()
 

@@ -5,13 +5,23 @@ import os
 import re
 import shutil
 import sqlite3
+from unittest.mock import Mock
 
 import pytest
 from library_tools import Clock, everything, kill, lose_catalogue, make_chunk, text_key
 
-from mpic.errors import DatabaseDamaged, IntegrityError, ReferenceNotFound
+from mpic.errors import (
+    DatabaseBusy,
+    DatabaseDamaged,
+    DatabaseFailed,
+    IntegrityError,
+    LibraryGone,
+    ReferenceNotFound,
+    StorageFull,
+)
 from mpic.library import Library, Limits
 from mpic.library.caches import CachedText
+from mpic.library.catalog.database import Catalog
 from mpic.library.folder.inspection import MARKER
 from mpic.library.upkeep import check, collect
 
@@ -226,6 +236,48 @@ def test_files_of_deleted_rows_are_removed_after_a_crash(root, clock):
         assert library.files.page("ann").files == [] and library.caches.page("ann").caches == []
         with pytest.raises(ReferenceNotFound):
             library.references.get("ref_1")
+
+
+def test_a_start_on_a_full_disk_removes_its_leftovers_before_it_writes(root, clock, monkeypatch):
+    [chunk, *_] = root.glob("kv/*/*/*.safetensors")
+    chunk.unlink()  # so that the start has to write
+    leftovers = [
+        root / "tmp" / f"{'1' * 24}.tmp",
+        chunk.with_name(f".{chunk.name}.{'a' * 12}.tmp"),
+        *(folder / f".file-{'x' * 24}.json.{'b' * 12}.tmp" for folder in root.glob("files/*")),
+    ]
+    for path in leftovers:
+        path.write_bytes(b"half")
+    with monkeypatch.context() as patch:
+        patch.setattr(Catalog, "write", Mock(side_effect=StorageFull("the disk is full")))
+        with pytest.raises(StorageFull):
+            Library.open(root, clock=clock)
+    assert not [path for path in leftovers if path.exists()]
+    with Library.open(root, clock=clock) as library:
+        assert library.recovered["missing_chunks"] == 1 and library.recovered["leftovers"] == 0
+
+
+def test_a_start_that_fails_closes_the_catalogue(root, clock, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Library, "reconcile", Mock(side_effect=StorageFull("the disk is full")))
+        with pytest.raises(StorageFull) as error:  # which holds the frames that hold the library
+            Library.open(root, clock=clock)
+        assert catalogue(root) == [root / "catalog.sqlite"] and error
+    Library.open(root, clock=clock).close()
+
+
+@pytest.mark.parametrize("error", [StorageFull, DatabaseBusy, DatabaseFailed, LibraryGone, OSError])
+def test_a_library_that_cannot_write_its_last_uses_is_closed_nevertheless(root, clock, monkeypatch, error):
+    library = Library.open(root, clock=clock)
+    with monkeypatch.context() as patch:
+        patch.setattr(library.catalog, "write", Mock(side_effect=error("not now")))
+        if error is OSError:
+            with pytest.raises(OSError, match="not now"):
+                library.close()
+        else:
+            library.close()
+    assert catalogue(root) == [root / "catalog.sqlite"]
+    Library.open(root, clock=clock).close()
 
 
 def test_tombstones_are_dropped_after_their_time(tmp_path):

@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 
 class Reconciliation:
-    """The repairs at a start of a library: first ``run``, then ``without_sidecar`` lists the sidecars that an earlier
-    version did not write.
+    """The repairs at a start of a library: ``remove_leftovers`` before anything is written, then ``run``, then
+    ``without_sidecar`` lists the sidecars that an earlier version did not write.
 
     Args:
         known: paths of all originals that the catalogue lists, relative to the root.
@@ -38,6 +38,11 @@ class Reconciliation:
         self._root, self._catalog, self._sidecars = root, catalog, sidecars
         self._known, self._now = known, now
         self._found = scan(root)
+
+    def remove_leftovers(self, filesystem: FileSystem) -> None:
+        """Removes the files that were never finished, which may be what fills the disk."""
+        for name in self._found.leftovers:
+            filesystem.try_remove(self._root / name)
 
     def run(self, orphans: Orphans, filesystem: FileSystem) -> Counter[str]:
         """Makes rows and files agree.
@@ -54,10 +59,10 @@ class Reconciliation:
         gone = {name for name in unknown if _remembered_path(name) in dead}
         rest, adopted = self._adopt(unknown - gone, lost)
         orphans.take(sorted(rest))
-        gone |= set(self._found.leftovers)
         for name in sorted(gone):
             filesystem.try_remove(self._root / name)
-        done = Counter(lost_files=len(lost), adopted_files=adopted, leftovers=len(gone), orphans=len(rest))
+        done = Counter(lost_files=len(lost), adopted_files=adopted, orphans=len(rest))
+        done["leftovers"] = len(gone) + len(self._found.leftovers)
         done["unknown"] = len(self._found.unknown)
         return done
 

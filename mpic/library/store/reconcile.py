@@ -40,7 +40,9 @@ def reconcile_chunks(
         put aside, ``unknown`` have no name of this program and were left alone.
     """
     found, done = scan_chunks(root), Counter[str]()
-    lost, revived, gone = [], [], list(found.leftovers)
+    for path in found.leftovers:  # before anything is written: they may be what fills the disk
+        filesystem.try_remove(root / path)
+    lost, revived, gone = [], [], []
     for row, state in rows.every():
         size = found.sizes.pop(row.path, None)
         if state == "ready" and size != row.bytes:
@@ -61,7 +63,9 @@ def reconcile_chunks(
     orphans.take(strange)
     for path in gone:
         filesystem.try_remove(root / path)
-    done.update(missing_chunks=len(lost), found_chunks=len(revived), leftovers=len(gone))
+    done.update(
+        missing_chunks=len(lost), found_chunks=len(revived), leftovers=len(found.leftovers) + len(gone)
+    )
     done.update(adopted_chunks=len(adopted), orphans=len(strange), unknown=len(found.unknown))
     return done
 
