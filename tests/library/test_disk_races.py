@@ -125,6 +125,41 @@ def test_a_reader_of_a_bad_file_leaves_the_file_alone_that_has_taken_its_place(l
     assert torch.equal(read(library.store.open(chunk.key), chunk.kv), chunk.kv)
 
 
+class Gap:
+    """A lock that does something once, right after it is released."""
+
+    def __init__(self, lock):
+        self.lock, self.depth, self.action = lock, 0, None
+
+    def __enter__(self):
+        self.lock.acquire()
+        self.depth += 1
+
+    def __exit__(self, *error):
+        self.depth -= 1
+        self.lock.release()
+        if not self.depth and self.action is not None:
+            action, self.action = self.action, None
+            action()
+
+
+def test_a_save_right_after_another_one_does_not_count_its_bytes_twice(open_library, monkeypatch):
+    first, second = chunks(2)
+    library = open_library(disk_bytes=2 * size_of(first))
+    library.store.lock = gap = Gap(library.store.lock)
+    put_all = library.store._rows.put_all
+
+    def put(*args):
+        put_all(*args)
+        monkeypatch.undo()
+        gap.action = lambda: library.store.save(second)
+
+    monkeypatch.setattr(library.store._rows, "put_all", put)
+    library.store.save(first)
+    assert library.store.open(first.key) and library.store.open(second.key)
+    assert library.store.stats()["evicted"] == 0 and not +library.store._reserved
+
+
 class Meanwhile(FileSystem):
     """Does something once before a file of chunks is opened, or right after it was opened."""
 

@@ -228,6 +228,8 @@ class DiskStore:
                         name = str(path.relative_to(self.root))
                         self._rows.put_all([DurableChunk(key, name, size, len(chunk.inputs))], source)
                         self._unread.discard(key)
+                        self._reserved[key.owner] -= reserved  # its bytes are those of its row from now on
+                        reserved = 0
                     else:
                         self._filesystem.try_remove(path)
                 except BaseException:
