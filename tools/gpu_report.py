@@ -2,7 +2,7 @@
 """Measures MPIC on a GPU with one command, on a bare machine, from a checkout that has not been installed.
 
     python3 tools/gpu_report.py --out gpu.jsonl            # everything, about 15 minutes on an H100
-    python3 tools/gpu_report.py --out gpu.jsonl            # again: runs the sections that have not ended well
+    python3 tools/gpu_report.py --out gpu.jsonl            # again: machine and ceilings, and what has not ended well
     python3 tools/gpu_report.py --sections kernels,decode --out gpu.jsonl
     python3 tools/gpu_report.py --device cpu               # tiny sizes, Triton's interpreter
 
@@ -24,6 +24,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"mpic": "mpic", "mpic.kernels": "kernels", "mpic.retriever": "retriever", "mpic.webui": "webui"}
 FOLDERS |= {"mpic.data": "data"}
+EACH_TIME = ("machine", "ceilings")
+"""Sections that every run repeats: what the others are compared with."""
 
 
 class Checkout(importlib.abc.MetaPathFinder):
@@ -70,7 +72,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def chosen(names: str, file: Path, device: str = "cuda") -> list:
     """Returns the sections to run: the named ones, or all that have not succeeded in the file and that run on a device
-    without being named.
+    without being named. Those about the machine run each time, since it may have changed.
 
     Raises:
         SystemExit: a name is unknown.
@@ -86,7 +88,9 @@ def chosen(names: str, file: Path, device: str = "cuda") -> list:
         )
     if wanted:
         return [section for section in SECTIONS if section.name in wanted]
-    done = {name for name, end in record.ends(record.read(file)).items() if end["status"] == "ok"}
+    done = {name for name, end in record.ends(record.read(file)).items() if end["status"] == "ok"} - set(
+        EACH_TIME
+    )
     unasked = [section for section in SECTIONS if device == "cuda" or not section.named]
     return [section for section in unasked if section.name not in done]
 
@@ -95,19 +99,24 @@ def start(options: argparse.Namespace) -> None:
     """Writes the facts about this run, and prints what is missing.
 
     Raises:
-        SystemExit: the file belongs to another device or size, and its rows could not be distinguished from this run's.
+        SystemExit: the file belongs to another device, GPU or size, and its rows could not be distinguished from this
+            run's.
     """
-    from mpic.evals.gpu import record, supervise
+    from mpic.evals.gpu import host, record, supervise
     from mpic.evals.gpu.sections import SECTIONS
 
     run = {"device": options.device, "quick": options.quick}
-    for line in record.read(options.out):
+    lines, here = record.read(options.out), host.facts(options.device)
+    if other := host.another_gpu(lines, here["gpu"]):
+        raise SystemExit(f"{options.out} has rows of another GPU, {other}; choose another --out")
+    for line in lines:
         if line.get("event") == "run" and {key: line.get(key) for key in run} != run:
             raise SystemExit(f"{options.out} has rows of another device or size; choose another --out")
     missing = sorted({package for section in SECTIONS for package in section.missing()})
     run = {
         "event": "run",
         **run,
+        **here,
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "missing": missing,
     }

@@ -14,7 +14,8 @@ from pathlib import Path
 import bare_site
 import pytest
 
-from mpic.evals.gpu import record, sections, suite
+from mpic.evals.bench.harness import Series
+from mpic.evals.gpu import host, record, sections, suite
 from mpic.evals.gpu.supervise import Section, SectionRun, Supervisor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,10 +146,11 @@ def script():
 
 def test_what_ended_well_is_not_run_again_unless_it_is_named(tmp_path):
     out = tmp_path / "rows.jsonl"
-    for name, status in (("machine", "ok"), ("kernels", "failed")):
+    for name, status in (("machine", "ok"), ("ceilings", "ok"), ("copies", "ok"), ("kernels", "failed")):
         record.append(out, {"event": "end", "section": name, "status": status, "seconds": 1})
     names = [section.name for section in script().chosen("", out)]
-    assert "machine" not in names and "kernels" in names
+    assert "copies" not in names and "kernels" in names
+    assert names[:2] == ["machine", "ceilings"]  # the machine and its software may be others now
     assert [section.name for section in script().chosen("machine", out)] == ["machine"]
     with pytest.raises(SystemExit, match="no sections"):
         script().chosen("machine,nothing", out)
@@ -167,6 +169,41 @@ def test_rows_of_another_device_are_not_mixed_into_a_file(tmp_path):
     record.append(out, {"event": "run", "device": "cuda", "quick": False})
     with pytest.raises(SystemExit, match="another device"):
         script().start(script().parse(["--device", "cpu", "--out", str(out)]))
+
+
+def test_rows_of_another_gpu_are_not_mixed_into_a_file_and_a_run_says_what_it_is_made_on(
+    tmp_path, monkeypatch, capsys
+):
+    here = {"gpu": "NVIDIA H200", "commit": "abc", "torch": "2.13"}
+    monkeypatch.setattr(host, "facts", lambda device: here)
+    out = tmp_path / "rows.jsonl"
+    options = script().parse(["--out", str(out)])
+    for earlier in ({}, {"gpu": None}, {"gpu": "NVIDIA H200"}):  # the first as earlier versions wrote it
+        record.append(out, {"event": "run", "device": "cuda", "quick": False, **earlier})
+        script().start(options)
+    assert here.items() <= record.read(out)[-1].items()
+    record.append(out, {"event": "run", "device": "cuda", "quick": False, "gpu": "NVIDIA H100"})
+    with pytest.raises(SystemExit, match="another GPU, NVIDIA H100"):
+        script().start(options)
+
+
+def test_a_summary_names_the_sections_of_other_software(tmp_path):
+    lines = []
+    for commit, names in (("abc", ("kernels", "copies")), ("abd", ("copies", "link"))):
+        lines.append({"event": "run", "commit": commit, "torch": "2.13"})
+        for name in names:
+            lines.append({"event": "begin", "section": name})
+            lines.append({"event": "end", "section": name, "status": "ok", "seconds": 1})
+    text = record.summary(lines)
+    assert "  abc, torch 2.13: kernels\n  abd, torch 2.13: copies, link\n" in text
+    assert "different software" not in record.summary(lines[:5])
+
+
+def test_a_row_of_the_bench_inside_vllm_has_its_median_in_its_own_unit():
+    warm = Series(9.0, [1.0, 2.0, 3.0])
+    assert suite.figure_of({"table": "t", "computed": 5, **warm.row()}) == (2.0, "ms")
+    assert suite.figure_of({"table": "decoding", **warm.row("tokens_s")}) == (2.0, "tokens/s")
+    assert suite.figure_of({"table": "t", "load_ms": 3.5}) == (None, "")
 
 
 def test_every_section_has_a_time_and_together_they_leave_a_margin():

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import platform
-import shutil
-import subprocess
-from pathlib import Path
 
 import torch
 
+from mpic.evals.gpu import host
 from mpic.evals.gpu.supervise import SectionRun, installed
 from mpic.evals.processor import processor
 
@@ -25,20 +22,17 @@ def versions(run: SectionRun) -> None:
     """Writes a row for each version first, so that the report has them whatever happens later."""
     run.row("version", "python", platform.python_implementation(), platform.python_version())
     for package in PACKAGES:
-        try:
-            found = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found = "not installed" if not installed(package.replace("-", "_")) else "unknown"
-        run.row("version", package, "installed", found)
+        absent = "not installed" if not installed(package.replace("-", "_")) else "unknown"
+        run.row("version", package, "installed", host.version(package) or absent)
     run.row("version", "torch built for", "CUDA", str(torch.version.cuda))
-    run.row("version", "source", "git", _commit())
+    run.row("version", "source", "git", host.commit() or "unknown")
     run.row("machine", "processor", platform.machine(), processor())
     memory = _memory()
     run.row("machine", "memory", "host", memory, "GiB" if memory else "")
     if run.device != "cuda":
         return
-    found = _ask("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader")
-    run.row("machine", QUERY, "nvidia-smi", found)
+    found = host.ask("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader")
+    run.row("machine", QUERY, "nvidia-smi", found or "unknown")
     if not torch.cuda.is_available():
         raise RuntimeError("torch sees no CUDA device")
     device = torch.cuda.get_device_properties(0)
@@ -77,25 +71,9 @@ def measure_ceilings(run: SectionRun) -> None:
     run.row("launch", "1,000 tiny operations one after the other", "torch", microseconds, "us")
 
 
-def _commit() -> str:
-    root = Path(__file__).resolve().parents[3]
-    return _ask("git", "-C", str(root), "describe", "--always", "--dirty")
-
-
 def _memory() -> float | None:
     if not installed("psutil"):
         return None
     import psutil
 
     return round(psutil.virtual_memory().total / 2**30, 1)
-
-
-def _ask(*command: str) -> str:
-    """Returns the output of a program, or the reason why there is none."""
-    if shutil.which(command[0]) is None:
-        return f"no {command[0]} here"
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{type(error).__name__}: {error}"
-    return done.stdout.strip() or done.stderr.strip() or f"status {done.returncode}"

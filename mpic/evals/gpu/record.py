@@ -1,7 +1,8 @@
 """The report's file, with one JSON object per line, each written when it is measured, and the tables made from it.
 
 A line is either a *row* (``section``, ``measured``, ``shape``, ``with``, ``value``, ``unit``, and beside a time or rate
-``predicted``, ``ratio`` and ``bound``) or an *event* (``event`` is ``run``, ``begin`` or ``end``). ``ratio`` says how
+``predicted``, ``ratio`` and ``bound``) or an *event* (``event`` is ``run``, ``begin`` or ``end``; a run has the GPU's
+name, the checkout's ``commit`` and the version of ``torch``). ``ratio`` says how
 many times longer the work took than the roofline allows. A check has ``ok``; a number to be compared over time has
 ``headline``.
 """
@@ -60,6 +61,21 @@ def ends(lines: Iterable[Line]) -> dict[str, Line]:
     return {line["section"]: line for line in lines if line.get("event") == "end"}
 
 
+def software(lines: Iterable[Line]) -> dict[tuple[Any, Any], list[str]]:
+    """Returns the sections by the commit and the version of torch with which they last began."""
+    now: tuple[Any, Any] = (None, None)
+    last: dict[str, tuple[Any, Any]] = {}
+    for line in lines:
+        if line.get("event") == "run":
+            now = (line.get("commit"), line.get("torch"))
+        elif line.get("event") == "begin":
+            last[line["section"]] = now
+    found: dict[tuple[Any, Any], list[str]] = {}
+    for section, used in last.items():
+        found.setdefault(used, []).append(section)
+    return found
+
+
 def shown(row: Line) -> str:
     """Returns a row as one readable line."""
     value = row["why"] if row["value"] is None and "why" in row else f"{_number(row['value'])} {row['unit']}"
@@ -89,7 +105,14 @@ def summary(lines: list[Line]) -> str:
     text += f"\n\nchecks: {checks}, wrong: {len(wrong)}\n" + "".join(f"  {shown(row)}\n" for row in wrong)
     heads = [("headline", "value", "goal")]
     heads += [(r["headline"], _number(r["value"]), r.get("goal", "")) for r in rows if "headline" in r]
-    return text + ("\n" + _aligned(heads) if len(heads) > 1 else "")
+    text += "\n" + _aligned(heads) if len(heads) > 1 else ""
+    if len(used := software(lines)) > 1:
+        text += "\n\nmeasured with different software:\n"
+        text += "".join(
+            f"  {commit or 'unknown commit'}, torch {torch or 'unknown'}: {', '.join(names)}\n"
+            for (commit, torch), names in used.items()
+        )
+    return text
 
 
 def markdown(lines: list[Line]) -> str:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from mpic.evals.bench.harness import Row
 from mpic.evals.gpu.supervise import SectionRun
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -45,6 +46,14 @@ def tests(run: SectionRun) -> None:
         raise RuntimeError(f"pytest ended with {status!r}")
 
 
+def figure_of(row: Row) -> tuple[float | None, str]:
+    """Returns the median of a bench's row and its unit, None and nothing if it has no median."""
+    for name, value in row.items():
+        if name.startswith("median_"):
+            return value, name.removeprefix("median_").replace("tokens_s", "tokens/s")
+    return None, ""
+
+
 def vllm(run: SectionRun) -> None:
     """Runs ``mpic bench ttft --engine vllm``, of which the tiny form still takes minutes: links from each tier, several
     questions at once, answers while prompts arrive."""
@@ -63,10 +72,9 @@ def vllm(run: SectionRun) -> None:
     settings = entry.configured(decoder=DecoderShape(24, 2048, 16, 5504, context=8192))
     report = entry.run(settings, context.placement, Ticker())
     for row in report.rows:
-        value = row.get("median_ms", next((v for v in row.values() if isinstance(v, float)), None))
-        run.row(
-            "inside vLLM", str(row.get("table", "")), str(row.get("column", "")), value, "ms", columns=row
-        )
+        value, unit = figure_of(row)
+        names = (row[name] for name in ("column", "engine", "sent", "arrives meanwhile") if name in row)
+        run.row("inside vLLM", str(row.get("table", "")), " | ".join(names), value, unit, columns=row)
     for name, value in report.headline.items():
         goal = entry.wants.get(name, "")
         run.row("headline", "inside vLLM", "vllm", round(value, 3), "", headline=f"vllm_{name}", goal=goal)
