@@ -165,6 +165,19 @@ class Unreadable(FileSystem):
         return super().read(fd, into, offset)
 
 
+def no_memory_once(function):
+    """A function that fails for want of memory, as torch does, and works from then on."""
+    failing = [True]
+
+    def call(*args, **options):
+        if failing:
+            failing.pop()
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return function(*args, **options)
+
+    return call
+
+
 class Connection:
     """A connection to a database, of which tests change a method."""
 

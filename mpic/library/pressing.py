@@ -14,6 +14,7 @@ from mpic.library.library import Library
 from mpic.library.store import DiskStore
 from mpic.library.store.chunk_rows import ChunkRow, Source
 from mpic.library.upkeep import Progress, key_of, names_of, read_chunk
+from mpic.memory import as_errors
 from mpic.press import Press
 
 Compress = Callable[[ChunkKV], ChunkKV]
@@ -93,7 +94,8 @@ def _press_one(library: Library, press: Press, row: Row, compress: Compress, rep
         return left("has a row that is not its own")
     try:
         chunk = read_chunk(store.path(key), key, library.filesystem)
-        store.save(compress(chunk), Source(source, replaced))
+        with as_errors():
+            store.save(compress(chunk), Source(source, replaced))
     except CorruptFile as error:
         store.set_aside(key, error)
         return left(f"is damaged and was put aside: {error.message}")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from mpic.durable import FileSystem
-from mpic.errors import CorruptFile, IntegrityError
+from mpic.errors import CorruptFile, IntegrityError, OutOfMemory
 from mpic.kv.chunk import ChunkKey, ChunkKV, KVKey, Recipe
 from mpic.kv.file import ChunkFile
 from mpic.library.folder.layout import SIDECAR, scan, scan_chunks
@@ -22,6 +22,7 @@ from mpic.library.folder.quarantine import damaged_files
 from mpic.library.folder.sidecars import Sidecar
 from mpic.library.library import Library
 from mpic.library.records import SHARED
+from mpic.memory import as_errors
 
 Progress = Callable[[int], None]
 """Called with the number of bytes of each file that was read."""
@@ -266,6 +267,8 @@ def _chunk_fault(library: Library, row: Row) -> _ChunkFault | None:
         return _ChunkFault("is gone", AGAIN, error)
     except OSError as error:
         return _ChunkFault(f"cannot be read ({error.strerror})", "look into it; it may be good", error)
+    except OutOfMemory as error:
+        return _ChunkFault("cannot be read now (no memory)", "run this again; it may be good", error)
     return None
 
 
@@ -282,7 +285,7 @@ def read_chunk(path: Path, key: KVKey, files: FileSystem | None = None) -> Chunk
         CorruptFile: it is damaged, or holds another chunk.
         OSError, OutOfMemory: it cannot be read now.
     """
-    with closing(ChunkFile(path, key, files)) as file:
+    with as_errors(), closing(ChunkFile(path, key, files)) as file:
         kv = torch.empty(file.shape.extent(file.slots), dtype=file.dtype)
         for _ in file.read_layers(kv):
             pass

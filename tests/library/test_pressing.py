@@ -17,6 +17,7 @@ from library_tools import (
     everything,
     kill,
     make_chunk,
+    no_memory_once,
     read,
     saved,
     size_of,
@@ -215,6 +216,17 @@ def test_a_file_that_cannot_be_read_now_stays(open_library):
     assert one.outcome == "left" and "Input/output" in one.why
     disk.broken = False
     assert holds(library, CHUNKS[0])
+
+
+def test_chunks_for_which_there_is_no_memory_stay_while_others_are_pressed(full, monkeypatch):
+    monkeypatch.setattr("mpic.library.upkeep.torch", Mock(empty=no_memory_once(torch.empty)))
+    assert outcomes(press(full, replaced=True)) == ["left", "pressed", "pressed", "pressed", "model"]
+    assert outcomes(press(full, replaced=True)) == ["pressed", "model"]
+
+
+def test_a_chunk_that_cannot_be_compressed_for_want_of_memory_stays(full):
+    failing = no_memory_once(compressed)
+    assert outcomes(press(full, replaced=True, compress=failing))[:2] == ["left", "pressed"]
 
 
 def test_progress_ends_at_the_bytes_of_the_candidates(full):

@@ -12,6 +12,7 @@ from library_tools import (
     everything,
     lose_catalogue,
     make_chunk,
+    no_memory_once,
     saved,
     text_key,
 )
@@ -19,6 +20,7 @@ from library_tools import (
 from mpic.durable import FileSystem
 from mpic.errors import BadRequest, DatabaseBusy, FileNotFound, StorageFull, Unavailable
 from mpic.keys import KeyStore
+from mpic.kv.file import ChunkFile
 from mpic.library import SHARED, Library
 from mpic.library.caches import CachedText
 from mpic.library.folder.inspection import MARKER
@@ -206,6 +208,18 @@ def test_damaged_originals_come_back_as_failed_and_are_named(root, before, clock
         assert (file.state, file.error) == ("failed", "the original is damaged")
         assert library.caches.page("ann").caches[0].state == "failed"
         assert with_sidecar <= everything(root, sidecars=True)
+
+
+def test_a_chunk_for_which_there_is_no_memory_is_named_and_adopted_by_the_next_start(
+    root, before, clock, monkeypatch
+):
+    reading = no_memory_once(ChunkFile._read_inputs)
+    with monkeypatch.context() as patch:
+        patch.setattr(ChunkFile, "_read_inputs", lambda self, *args: reading(self, *args))
+        [trouble] = recover(root, clock=clock).troubles
+    assert "cannot be read" in trouble.what
+    with Library.open(root, clock=clock) as library:
+        assert library.recovered["adopted_chunks"] == 1 and check(library) == []
 
 
 def test_missing_originals_and_originals_without_sidecars_are_named(root, before, clock):

@@ -3,12 +3,13 @@
 import asyncio
 import json
 import os
+from unittest.mock import Mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from library_tools import drop, encoded, everything, make_chunk, picture, read, store_of_each
+from library_tools import drop, encoded, everything, make_chunk, no_memory_once, picture, read, store_of_each
 
 from mpic.errors import BadRequest, CorruptFile, StorageFull, Unavailable
 from mpic.library import Library, Limits
@@ -79,6 +80,14 @@ def test_a_file_that_is_gone_is_a_problem(library):
     assert {p.path for p in problems if "/" in p.path} == {str(p.relative_to(library.root)) for p in gone}
     assert check(library, contents=False)
     (library.files.by_handle("ann", "A").path).write_bytes(b"ann's text")
+
+
+def test_a_check_goes_on_behind_a_chunk_for_which_there_is_no_memory(library, monkeypatch):
+    store_of_each(library)
+    monkeypatch.setattr("mpic.library.upkeep.torch", Mock(empty=no_memory_once(torch.empty)))
+    [problem] = check(library)
+    assert problem.what == "cannot be read now (no memory)" and "may be good" in problem.then
+    assert check(library) == []
 
 
 # gc

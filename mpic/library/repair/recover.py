@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpic.durable import FileSystem
-from mpic.errors import BadRequest, CorruptFile
+from mpic.errors import BadRequest, CorruptFile, OutOfMemory
 from mpic.library.catalog.database import Catalog
 from mpic.library.folder.inspection import inspect_catalog
 from mpic.library.folder.layout import CATALOG, SIDECAR, scan, scan_chunks
@@ -182,7 +182,7 @@ class _Rebuilding:
         for path in sorted(scan_chunks(self._root).sizes):
             try:
                 stored = read_stored(self._root, path, self._filesystem)
-            except OSError as error:
+            except (OSError, OutOfMemory) as error:
                 self._trouble(path, f"cannot be read ({error}); the next start tries again")
                 continue
             if stored is None:
