@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
 
 import pytest
 from vllm_facade import Bench, whole
@@ -27,13 +26,12 @@ def bench(tmp_path_factory):
 
 
 @pytest.mark.parametrize("policy", ["full", MUST_BE_RIGHT])
-def test_both_engines_give_its_sample_questions_the_same_right_answers(bench, policy):
-    with closing(bench.native()) as native:
-        for id in ASKED:
-            question = next(q for q in MANIFEST["questions"] if q["id"] == id)
-            prompt = bench.prompt(question["messages"])
-            ours, theirs = bench.ask(prompt, policy), bench.ask(prompt, policy, native)
-            assert ours.token_ids == theirs.token_ids and same(ours.text, question["expected"])
-            counts = [(a.usage.prompt_tokens, a.usage.reused, a.usage.recomputed) for a in (ours, theirs)]
-            assert counts[0] == counts[1] and whole(ours.usage)
-            assert (ours.usage.reused > 0) == (policy != "full")
+def test_both_engines_give_its_sample_questions_the_same_right_answers(bench, native, policy):
+    for id in ASKED:
+        question = next(q for q in MANIFEST["questions"] if q["id"] == id)
+        prompt = bench.prompt(question["messages"])
+        ours, theirs = bench.ask(prompt, policy), bench.ask(prompt, policy, native)
+        assert ours.token_ids == theirs.token_ids and same(ours.text, question["expected"])
+        counts = [(a.usage.prompt_tokens, a.usage.reused, a.usage.recomputed) for a in (ours, theirs)]
+        assert counts[0] == counts[1] and whole(ours.usage)
+        assert (ours.usage.reused > 0) == (policy != "full")
