@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from collections import Counter
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from io import StringIO
 from itertools import pairwise
@@ -159,15 +160,56 @@ HEADLINES = {
 CPU = BenchDevice(torch.device("cpu"), torch.float32)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_writes_machine_settings_rows_headline_and_a_plot(name, tmp_path, monkeypatch):
-    result, output = run_bench(monkeypatch, SETTINGS, tmp_path, name, "--quick", "--device", "cpu")
+def writes_all_that_it_promises(name, folder, monkeypatch):
+    """Runs a bench, checks what it writes, and returns its result."""
+    result, output = run_bench(monkeypatch, SETTINGS, folder, name, "--quick", "--device", "cpu")
     assert set(result) == {"bench", "machine", "settings", "rows", "headline"}
     assert result["bench"] == name and "torch" in result["machine"] and result["rows"]
     assert set(result["headline"]) == HEADLINES[name]
     for value in result["headline"]:
         assert value in output
-    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+    assert [p.name for p in folder.iterdir() if p.name.startswith(".")] == []
+    return result
+
+
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name not in ("start", "overhead")])
+def test_writes_machine_settings_rows_headline_and_a_plot(name, tmp_path, monkeypatch):
+    writes_all_that_it_promises(name, tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def starts(tmp_path_factory, monkeypatch):
+    """Has one server stand for all that are started, because each takes ten seconds; it reports its imports. Returns
+    the options of ``mpic serve`` and of the interpreter with which each was to be started."""
+    real, asked, made = start.server_process, [], []
+
+    @contextmanager
+    def shared(data_dir, *flags, python=()):
+        assert data_dir.is_dir()
+        asked.append((flags, python))
+        if not made:  # in a folder of its own: the bench removes the others
+            folder = tmp_path_factory.mktemp("server")
+            made.append(running.enter_context(real(folder, *flags, python=["-X", "importtime"])))
+        yield made[0]
+
+    monkeypatch.setattr(start, "server_process", shared)
+    with ExitStack() as running:
+        yield asked
+
+
+def test_a_server_is_started_with_self_tests_with_proofs_kept_and_to_report_its_imports(
+    starts, tmp_path, monkeypatch
+):
+    result = writes_all_that_it_promises("start", tmp_path, monkeypatch)
+    always, kept, imports = starts
+    assert {flags[: flags.index("--model")] for flags, _ in starts} == {
+        ("--device", "cpu", "--dtype", "float32")
+    }
+    assert always[0][-2:] == ("--self-test", "always") and not always[1]
+    assert kept[0][-2:] == ("--self-test", "when-changed") and not kept[1]
+    assert "always" not in imports[0] and imports[1] == ["-X", "importtime"]
+    tables = [row["table"] for row in result["rows"]]
+    assert tables.count("until it is ready") == 3 and tables.count("imports") == 5
 
 
 def test_the_list_and_the_help_name_every_bench():
@@ -329,10 +371,12 @@ def test_several_backlogs_are_told_by_their_median_and_spread():
     assert (row["min_requests_per_s"], row["max_requests_per_s"], row["gflop"]) == (1.0, 4.0, 2.0)
 
 
-def test_the_time_of_deciding_is_part_of_the_time_to_the_first_token_and_none_without_a_choice():
-    report = BENCHES["overhead"].run(SETTINGS["overhead"], CPU, Ticker())
+def test_the_time_of_deciding_is_part_of_the_time_to_the_first_token_and_none_without_a_choice(
+    tmp_path, monkeypatch
+):
+    rows = writes_all_that_it_promises("overhead", tmp_path, monkeypatch)["rows"]
     parts = ("looking at the prompt, ms", "choosing tokens, ms", "computing them, ms")
-    for row in report.rows:
+    for row in rows:
         blended = row["policy"] == "cacheblend-15"
         assert row["min_deciding"] <= row["deciding"] <= row["max_deciding"]
         assert (row["deciding"] > 0) == blended == (row[parts[0]] > 0) and row["deciding"] < 1
@@ -419,7 +463,7 @@ def test_shares_measured_one_by_one_make_one_result_whose_headline_is_that_of_al
     tmp_path, monkeypatch
 ):
     path, entry = tmp_path / "rates.json", BENCHES["rates"]
-    settings = SETTINGS["rates"]
+    settings = replace(SETTINGS["rates"], seconds=0.2, repeats=1)
     alone = {}
     monkeypatch.setattr(rates, "_headline", lambda rows: {"rows": len(rows)})
     for share in ("10", "30"):
