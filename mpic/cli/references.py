@@ -228,6 +228,8 @@ def evaluate(
 class IntoServer:
     """``mpic.library.copies.bulk_import.ImportTarget`` over HTTP."""
 
+    largest = None  # the server says so
+
     def __init__(self, client: MPIC) -> None:
         self._references = client.references
 

@@ -50,12 +50,14 @@ class ReferenceLibrary(LibraryPart):
     Attributes:
         tokenize: function from a text to its token ids in the served model.
         listeners: called after each committed change, on the thread that made it; their exceptions are logged.
+        upload_bytes: most bytes of a version's content.
     """
 
     def __init__(self, storage: Storage, rows: ReferenceRows) -> None:
         super().__init__(storage)
         self.tokenize: Tokenize | None = None
         self.listeners: list[Callable[[Change], None]] = []
+        self.upload_bytes = storage.limits.upload_bytes
         self._rows = rows
         self._intake = ReferenceIntake(storage, rows, self._notify)
         self._tokens = TokenCache()

@@ -67,6 +67,8 @@ def test_the_first_ctrl_c_ends_an_import(mpic, sigint, monkeypatch, tmp_path):
     added = []
 
     class Interrupted:
+        largest = None
+
         def __init__(self, client):
             pass
 

@@ -193,6 +193,18 @@ def test_a_folder_is_imported_and_refused_files_are_reported(library, folder):
     assert library.references.get(results[2].id).kind == "image"
 
 
+@pytest.mark.parametrize(("largest", "code"), [(1 << 26, "too_large"), (None, "out_of_memory")])
+def test_a_file_that_fits_into_no_memory_is_refused_and_the_others_are_imported(
+    library, folder, largest, code
+):
+    os.truncate(folder / "bad.bin", 1 << 46)
+    target = LibraryTarget(library.references)
+    assert target.largest == library.limits.upload_bytes
+    target.largest = largest
+    results = asyncio.run(import_references(folder, target))
+    assert [(r.outcome, r.code) for r in results] == [("refused", code), ("added", ""), ("added", "")]
+
+
 def test_links_that_lead_out_of_an_imported_folder_are_refused(library, folder):
     (folder.parent / "secret.txt").write_text("secret")
     (folder / "bad.bin").unlink()

@@ -23,9 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
-from mpic.errors import BadRequest, MPICError, ReferenceNotFound
+from mpic.errors import BadRequest, MPICError, OutOfMemory, ReferenceNotFound, TooLarge
 from mpic.library.records import Scalar
 from mpic.library.references import ReferenceLibrary
+from mpic.memory import as_errors
 
 KEYS = frozenset({"id", "title", "kind", "path", "text", "description", "metadata"})
 PLAIN_ID = re.compile(r"[A-Za-z0-9_.-]{1,100}")
@@ -54,9 +55,15 @@ class ImportItem:
     metadata: dict[str, Scalar] = field(default_factory=dict)
     error: str | None = None
 
-    def content(self) -> bytes:
-        """Reads the content. Raises OSError, UnicodeEncodeError."""
-        return self.path.read_bytes() if self.path is not None else (self.text or "").encode()
+    def content(self, largest: int | None) -> bytes:
+        """Reads the content, unless it is a file of more than ``largest`` bytes, which need not fit into memory. Raises
+        TooLarge, OSError, UnicodeEncodeError."""
+        if self.path is None:
+            return (self.text or "").encode()
+        if largest is not None and self.path.stat().st_size > largest:
+            raise TooLarge(f"the file is larger than {largest} bytes", limit=largest)
+        with as_errors():
+            return self.path.read_bytes()
 
 
 class KnownReference(NamedTuple):
@@ -70,7 +77,13 @@ class KnownReference(NamedTuple):
 
 class ImportTarget(Protocol):
     """The library that an import fills. An MPICError with a status below 500 refuses one item; any other error ends the
-    import."""
+    import.
+
+    Attributes:
+        largest: bytes of the largest content that it takes; None if only an attempt tells.
+    """
+
+    largest: int | None
 
     async def there(self, id: str) -> KnownReference | None: ...
 
@@ -138,7 +151,9 @@ async def _read_and_import(item: ImportItem, target: ImportTarget) -> ImportResu
     if item.error is not None:
         return ImportResult(item.where, "refused", item.id, item.error, "bad_request")
     try:
-        content = item.content()
+        content = item.content(target.largest)
+    except (TooLarge, OutOfMemory) as error:
+        return ImportResult(item.where, "refused", item.id, error.message, error.code)
     except (OSError, UnicodeEncodeError) as error:
         return ImportResult(item.where, "refused", item.id, str(error), "bad_request")
     return await import_one(item, content, target)
@@ -172,6 +187,7 @@ class LibraryTarget:
 
     def __init__(self, references: ReferenceLibrary) -> None:
         self._references = references
+        self.largest: int | None = references.upload_bytes
 
     async def there(self, id: str) -> KnownReference | None:
         try:
