@@ -39,7 +39,8 @@ class TrainingRefused(TrainingDataError):
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of ``mpic train packet``; the defaults are the paper's where it names them.
+    """Options of ``mpic train packet``. Its defaults suit models as small as the bundled ones; not all of them are the
+    paper's.
 
     Args:
         out: folder for adapter, curve and checkpoint.
@@ -52,7 +53,8 @@ class Settings:
         lr: first learning rate, in standard deviations of the embedding table; it falls to 0 linearly.
         objective: kl (to the model's own distribution) or ce (cross entropy of its greedy answer).
         answer: maximum number of tokens of an answer.
-        minutes: time limit that shortens the run and its learning rate schedule; 0: no limit.
+        minutes: time limit that shortens the run and its learning rate schedule; 0: no limit. The time in which the
+            model answers the prompts does not count.
         seed: seed for the adapter, the prompts and their order.
         tasks: tasks of the demo models' world that prompts are drawn from, without ``data``.
     """
@@ -173,7 +175,7 @@ class PacketTrainer:
             IntegrityError: the model's weights have changed.
             TrainingDataError: there are too few prompts, or too few of them fit the model's context.
         """
-        options, began = self.settings, time.monotonic() - self.seconds
+        options = self.settings
         template = ChatTemplate(self.model.processor)
         wanted = options.samples + max(FEWEST // 2, options.samples // 8)
         found = prompts(
@@ -181,6 +183,7 @@ class PacketTrainer:
         )
         room = Classroom(self.model)
         lessons = self._lessons(room, found)
+        began = time.monotonic() - self.seconds  # answers are no training, and a resumed run repeats them
         held = max(FEWEST // 2, len(lessons) // 9)  # an eighth of the others
         train, valid = lessons[held:], lessons[:held]
         steps = -(-len(train) // options.batch)

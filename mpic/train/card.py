@@ -33,7 +33,7 @@ else, and it is made to be measured, not to be useful.
 
 {seconds} of training on {machine}, {steps} steps, about {tokens:.0f} M tokens.{continued}
 
-1. **Vision** ({vision_minutes:.0f} min): {vision}
+1. **Vision** ({vision_time}): {vision}
 2. **Base** ({base_minutes:.0f} min): answers under ordinary causal attention, loss on what the model generates only,
    up to 20 questions a conversation{curriculum}.
 {pic}
@@ -135,10 +135,11 @@ def write_card(
     run."""
     log = json.loads((run / "curves.json").read_text())
     seconds = stage_seconds(log)
-    stages = ["vision", "base", *(["pic"] if pic else [])]
+    # a run of the second generation that goes on from a finished model does not train its tower
+    stages = [*(["vision"] if "vision" in seconds else []), "base", *(["pic"] if pic else [])]
     steps = sum(max(e["step"] for e in log if e["stage"] == s) for s in stages)
     tokens = 0.0
-    for stage in stages[1:]:
+    for stage in [stage for stage in stages if stage != "vision"]:
         rates = [e["tokens_per_s"] for e in log if e["stage"] == stage and e.get("tokens_per_s")]
         tokens += sorted(rates)[len(rates) // 2] * seconds[stage] / 1e6
     scores = json.loads((folder / "scores.json").read_text())
@@ -172,7 +173,7 @@ def write_card(
         steps=steps,
         tokens=tokens,
         continued=f" {continued}" if continued else "",
-        vision_minutes=seconds["vision"] / 60,
+        vision_time=f"{seconds['vision'] / 60:.0f} min" if "vision" in seconds else "not in this run",
         base_minutes=seconds["base"] / 60,
         curriculum="" if continued else ", curriculum from 1-2 chunks to 10",
         pic=phase if pic else "",

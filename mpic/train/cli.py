@@ -124,7 +124,9 @@ def packet(
     objective: Annotated[
         Literal["kl", "ce"], typer.Option(help="kl to the model's own distribution, or ce of its own answer")
     ] = "kl",
-    minutes: Annotated[float, typer.Option(min=0, help="cut the run to fit; 0: no limit")] = 0.0,
+    minutes: Annotated[
+        float, typer.Option(min=0, help="cut the training to fit, without the answers before it; 0: no limit")
+    ] = 0.0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps")] = "auto",
     dtype: Annotated[
         str, typer.Option(help="of the model: auto (on a CPU float32), float32, bfloat16 or float16")

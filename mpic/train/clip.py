@@ -26,6 +26,7 @@ from PIL import Image
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from mpic.config import ConfigError
 from mpic.data.generator.images import SIZE
 from mpic.data.generator.pairs import Pair, Pairs
 from mpic.data.generator.worlds import WORLDS
@@ -120,7 +121,8 @@ class ClipTrainer:
     """A training run: model, optimizer, data and log.
 
     Raises:
-        ConfigError: a checkpoint exists but is not to be resumed, or is of another run; or none exists to resume.
+        ConfigError: a checkpoint exists but is not to be resumed, or is of another run; or none exists to resume; or a
+            finished model is there.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -133,6 +135,8 @@ class ClipTrainer:
         self.work = s.out / "run"
         saved = self._saved()
         may_start(s.out, saved and saved["settings"], _decisive(s), s.resume)
+        if (s.out / clip_model.WEIGHTS).exists() and not s.resume:
+            raise ConfigError(f"{s.out} holds a finished model: give another --out", param="out")
         self.work.mkdir(parents=True, exist_ok=True)
         if s.start and not s.resume:
             self.model = clip_model.copy(s.start, s.out)

@@ -126,6 +126,21 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_never_interrupted(tiny, data
         PacketTrainer(tiny, settings(tmp_path / "cut", data), False)
 
 
+def test_the_answers_that_a_resumed_run_repeats_are_no_part_of_its_time(tiny, data, tmp_path, monkeypatch):
+    ticks = [0.0]
+    lessons = PacketTrainer._lessons
+
+    def slow(self, *given):
+        ticks[0] += 3600
+        return lessons(self, *given)
+
+    monkeypatch.setattr(PacketTrainer, "_lessons", slow)
+    monkeypatch.setattr("mpic.packet.train.time.monotonic", lambda: ticks[0])
+    PacketTrainer(tiny, settings(tmp_path / "out", data, minutes=1.0), False, lambda line: None).run()
+    record = json.loads((tmp_path / "out" / RECORD).read_text())
+    assert record["seconds"] == 0 and record["steps"] == 4  # the limit of a minute has cut nothing
+
+
 @pytest.mark.parametrize("fitting", [16, 24])
 def test_prompts_that_fit_are_divided_when_most_do_not(tiny, data, tmp_path, monkeypatch, fitting):
     data.write_text("\n".join(data.read_text().splitlines() * 8))

@@ -196,10 +196,14 @@ def test_a_clip_run_is_not_resumed_as_another_one_nor_overwritten(tmp_path: Path
     assert ClipTrainer(dataclasses.replace(settings, resume=True, threads=1)).step == 2
 
 
-def test_training_leaves_a_folder_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_training_leaves_a_folder_that_loads_and_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(ClipTrainer, "evaluate", lambda self: {"text to image": 0.0})
     summary = train_clip(Settings(tmp_path, steps=2, evaluate_every=1, **TINY))
     assert len(summary["log"]) == 2 and (tmp_path / "training.png").exists()
+    with pytest.raises(ConfigError, match="holds a finished model: give another --out"):
+        ClipTrainer(Settings(tmp_path, steps=2, evaluate_every=1, **TINY))
     assert not (tmp_path / "run").exists() and str(tmp_path) not in (tmp_path / "training.json").read_text()
     model, _, _ = open_clip.create_model_and_transforms(f"local-dir:{tmp_path}")
     assert model.logit_scale.item() <= np.log(100) + 1e-6

@@ -86,6 +86,16 @@ def test_the_card_of_each_generation_describes_its_own_model(result, folder, tmp
     assert "image one:<image>" in text and "attention sinks" in text
 
 
+def test_the_card_of_a_run_that_trained_no_tower_says_so(result, folder, tmp_path):
+    write_report(result, folder)
+    row = {"step": 20, "seconds": 60, "tokens_per_s": 1000, "loss": 1.0}
+    (tmp_path / "curves.json").write_text(json.dumps([{"stage": s, **row} for s in ("base", "pic")]))
+    write_card(folder, tmp_path, True, "two CPU cores", "mpic train mllm", "- Nothing.", "It went on.")
+    text = (folder / "README.md").read_text()
+    assert "1. **Vision** (not in this run):" in text and "2. **Base** (1 min)" in text
+    assert "2 min of training on two CPU cores, 40 steps" in text
+
+
 def test_the_wordings_written_last_are_scored_beside_the_others(folder):
     card = {"card": (2,)}
     evaluate(folder, 2, cells=card, workers=1, progress=lambda cells, total: cells)  # kept, for resuming
