@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from mpic.engine.base import GenerationUsage
 from mpic.engine.native.engine import NativeEngine
 from mpic.evals.bench.baseline import StockGenerator
 from mpic.evals.bench.harness import (
@@ -34,6 +35,8 @@ from mpic.evals.bench.workload import (
 from mpic.kv.chunk import Chunk
 
 CACHES = ("dynamic", "static")
+LONGER = 64
+"""Tokens that the untimed requests of a batch are asked for beyond those of the timed one; they are ended before."""
 
 
 @dataclass(frozen=True)
@@ -134,28 +137,44 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
 def decoded(
     engine: NativeEngine, settings: Settings, ids: Ids, sets: list[list[Chunk]]
 ) -> Callable[[], float]:
-    """Returns the tokens per second of a batch. The last request is timed, and the others continue past its end, so
-    that every timed step decodes the whole batch."""
+    """Returns the tokens per second of a batch. The last request is timed, and the others begin before it and continue
+    past its end, so that every timed step decodes the whole batch; BenchFailed is raised if they did not."""
 
     def measure() -> float:
-        streams = []
+        streams, submitted = [], []
         for i, chunks in enumerate(sets):
             prompt = ids.framed(chunks, settings.text)
-            longer = 0 if i == len(sets) - 1 else 16
+            longer = 0 if i == len(sets) - 1 else LONGER
+            submitted.append(time.perf_counter())
             streams.append(engine.submit(request_of(prompt, settings.policy, settings.tokens + longer)))
         timed = [(time.perf_counter(), delta) for delta in streams[-1]]
         for stream in streams[:-1]:
             stream.abort()
-        for stream in streams[:-1]:
-            usage = stream.result().usage
-            if usage.completion_tokens < settings.tokens:
-                raise BenchFailed(f"a request of the batch stopped after {usage.completion_tokens} tokens")
+        for at, stream in zip(submitted, streams[:-1]):
+            began, ended = timed[0][0] - at, timed[-1][0] - at
+            expect_beside(stream.result().usage, settings.tokens, 1e3 * began, 1e3 * ended)
         usage = timed[-1][1].usage
         if usage.prefix_hit or any(c.tier != "device" for c in usage.chunks if c.reused):
             raise BenchFailed("a request found more, or less, than its resident chunks")
         return len(sets) * (len(timed) - 1) / (timed[-1][0] - timed[0][0])
 
     return measure
+
+
+def expect_beside(usage: GenerationUsage, tokens: int, began: float, ended: float) -> None:
+    """Checks that a request was decoded in every step that another one was timed for.
+
+    Args:
+        tokens: those of the timed request; this one was asked for ``LONGER`` more.
+        began, ended: milliseconds from its submission to the first and to the last token of the timed one.
+
+    Raises:
+        BenchFailed: it was not.
+    """
+    if usage.completion_tokens < tokens or usage.ttft_ms > began or usage.preemptions:
+        raise BenchFailed(f"a request of the batch began late or paused ({usage.completion_tokens} tokens)")
+    if usage.completion_tokens == tokens + LONGER and usage.total_ms < ended:
+        raise BenchFailed(f"a request of the batch ended early, after {usage.completion_tokens} tokens")
 
 
 def _plot(figure: Any, samples: dict[int, dict[str, Series]]) -> None:

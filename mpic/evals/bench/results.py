@@ -28,7 +28,7 @@ def machine(placement: BenchDevice) -> str:
     """Returns a description of the machine, without names or paths."""
     memory = psutil.virtual_memory().total / 2**30
     parts = [
-        f"{processor()}, {psutil.cpu_count(logical=True)} cores ({torch.backends.cpu.get_cpu_capability()})",
+        f"{processor()}, {psutil.cpu_count(logical=True)} cores ({_instructions()})",
         f"{memory:.0f} GiB memory",
     ]
     if placement.device.type == "cuda":
@@ -37,6 +37,16 @@ def machine(placement: BenchDevice) -> str:
     parts.append(f"{str(placement.dtype).removeprefix('torch.')} on {placement.device.type}")
     parts.append(f"{torch.get_num_threads()} threads")
     return "; ".join(parts)
+
+
+def _instructions() -> str:
+    """Returns the instructions that torch computes with on the CPU, and what it multiplies bfloat16 with there."""
+    parts = [torch.backends.cpu.get_cpu_capability()]
+    if torch.cpu._is_amx_tile_supported():
+        parts.append("AMX")
+    elif torch.cpu._is_avx512_bf16_supported():
+        parts.append("AVX512 BF16")
+    return ", ".join(parts)
 
 
 def as_json(entry: Bench, settings: Any, placement: BenchDevice, report: Report) -> dict[str, Any]:
