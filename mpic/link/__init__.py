@@ -6,6 +6,7 @@ To add a policy: one file in ``mpic/link/policies``, one line in ``POLICIES``; S
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from mpic.errors import UnknownPolicy
 from mpic.link.plan import LinkPlan, SegmentShape, make_plan
@@ -55,9 +56,22 @@ POLICIES: tuple[type[Policy], ...] = (
 )
 
 
+_LONGEST = 64
+"""Characters of the longest text that is looked up among policies; what was found is remembered."""
+
+
 def policy_names() -> list[str]:
     """Returns the syntax of each policy."""
     return [cls.syntax for cls in POLICIES]
+
+
+@lru_cache(maxsize=64)
+def _named(text: str) -> Policy | None:
+    for cls in sorted(POLICIES, key=lambda cls: len(cls.parameters())):  # legolink-0 before legolink-K
+        policy = cls.parse(text)
+        if policy is not None:
+            return policy
+    return None
 
 
 def parse_policy(text: str) -> Policy:
@@ -71,10 +85,9 @@ def parse_policy(text: str) -> Policy:
             f"a policy is a string such as 'mpic-32', not {type(text).__name__}", param="mpic.policy"
         )
     plain = re.sub(r"-0+(?=\d)", "-", text)  # legolink-00 is legolink-0
-    for cls in sorted(POLICIES, key=lambda cls: len(cls.parameters())):  # legolink-0 before legolink-K
-        policy = cls.parse(plain)
-        if policy is not None:
-            return policy
+    policy = _named(plain) if len(plain) <= _LONGEST else None
+    if policy is not None:
+        return policy
     raise UnknownPolicy(
         f"unknown policy '{text}'; available: {', '.join(policy_names())}", param="mpic.policy"
     )

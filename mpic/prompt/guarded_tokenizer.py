@@ -118,7 +118,7 @@ class GuardedTokenizer:
         """
         self._check(limit, [text])
         found: list[int] = []
-        for ids in self.sliced.ids([(text, True)]):
+        for _, ids in self.sliced.ids([(text, True)]):
             found += ids
             if limit is not None:
                 limit.check(len(found))
@@ -141,9 +141,9 @@ class GuardedTokenizer:
         self._check(limit, [piece for piece in pieces if type(piece) is str])
         parts: list[list[int]] = [[]]
         count = 0
-        for ids in self.sliced.ids(map(self._spelt, pieces), owner):
+        for text, ids in self.sliced.ids(map(self._spelt, pieces), owner):
             before = 0
-            for at in self._cuts_in(ids):
+            for at in self._cuts_in(text, ids):
                 parts[-1] += ids[before:at]
                 parts.append([])
                 before = at + 1
@@ -156,9 +156,10 @@ class GuardedTokenizer:
             parts[0][:0] = self.prefix
         return [tuple(part) for part in parts]
 
-    def _cuts_in(self, ids: list[int]) -> list[int]:
-        """Returns where the cuts are."""
-        if self._cut_ids.isdisjoint(ids):
+    def _cuts_in(self, text: str, ids: list[int]) -> list[int]:
+        """Returns where the cuts are among the ids of a text. To look for how they are spelt is faster than to look
+        through the ids."""
+        if not any(spelling in text for spelling in self._cuts.values()):
             return []
         return [at for at, token in enumerate(ids) if token in self._cut_ids]
 

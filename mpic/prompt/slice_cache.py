@@ -14,7 +14,7 @@ from collections import OrderedDict
 SLICE = 1 << 13
 """Characters of a slice that is remembered. Slices are counted from the beginning of a prompt, so those of a
 conversation that has grown are the same up to where it has."""
-LEAST = 1 << 10
+LEAST = 1 << 8
 """Characters below which looking a slice up saves too little."""
 MOST_IDS = 1 << 20
 """Ids of all slices together, 4 bytes each."""

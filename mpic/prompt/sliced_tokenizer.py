@@ -37,8 +37,10 @@ class SlicedTokenizer:
         self.tokenizer, self.slicer, self.longest, self.source = tokenizer, slicer, longest, source
         self.known = SliceCache()
 
-    def ids(self, pieces: Iterable[tuple[str, bool]], owner: str | None = None) -> Iterator[list[int]]:
-        """Yields the ids of texts that are tokenized as one, slice by slice.
+    def ids(
+        self, pieces: Iterable[tuple[str, bool]], owner: str | None = None
+    ) -> Iterator[tuple[str, list[int]]]:
+        """Yields the slices of texts that are tokenized as one, with their ids.
 
         Args:
             pieces: texts, and for each whether it may be cut.
@@ -46,18 +48,18 @@ class SlicedTokenizer:
         """
         if owner is None:
             for text in self.slicer.joined(pieces, SLICE):
-                yield self._fast(text).ids
+                yield text, self._fast(text).ids
             return
         for text in self.slicer.joined(pieces, slice_cache.SLICE):
             checkpoint()
             if len(text) < slice_cache.LEAST:
-                yield self._fast(text).ids
+                yield text, self._fast(text).ids
                 continue
             ids = self.known.find(owner, text)
             if ids is None:
                 ids = self._fast(text).ids
                 self.known.keep(owner, text, ids)
-            yield ids
+            yield text, ids
 
     def spans(self, text: str) -> Iterator[tuple[int, int]]:
         """Yields for each id of a text the characters ``[start, end)`` that it stands for."""

@@ -50,10 +50,23 @@ async def test_large_bodies_are_parsed_on_another_thread(server, monkeypatch):
     threads, parse = [], json_routes.parse
     noted = lambda *args: threads.append(threading.get_ident()) or parse(*args)
     monkeypatch.setattr(json_routes, "parse", noted)
-    for size in (10, 2 * json_routes.LARGE):
-        await server.ask("x" * size)
-    small, large = threads
-    assert small == threading.get_ident() != large
+    for text in (
+        "x" * 10,
+        "x" * 2 * json_routes.SMALL,
+        "x" * 2 * json_routes.MEDIUM,
+        ", " * json_routes.SMALL,
+    ):
+        await server.ask(text)
+    small, medium, large, many = (thread == threading.get_ident() for thread in threads)
+    assert small and medium and not large and not many
+
+
+@pytest.mark.parametrize("value", [b"1,", b"[],", b"{},"])
+def test_no_body_that_is_parsed_at_once_holds_more_values_than_a_small_one_can(value):
+    bodies = [b"[" + value * count for count in range(1000, 40000, 500)]
+    quick = [body for body in bodies if json_routes.is_quick(body)]
+    assert max(map(len, quick)) <= json_routes.MEDIUM
+    assert max(body.count(b",") for body in quick) <= json_routes.SMALL // 2
 
 
 # ---- bounds

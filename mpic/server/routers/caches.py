@@ -16,7 +16,7 @@ from mpic.library.caches import CHUNK, MOST_CHUNKS, CachedText
 from mpic.prompt.split import Split, TooManyPieces
 from mpic.prompt.split_process import split_in_process
 from mpic.server.auth import CurrentUser
-from mpic.server.json_routes import LARGE, JSONRoute
+from mpic.server.json_routes import SMALL, JSONRoute
 from mpic.server.routers.common import After, Order, Tiers, shown, tiers_of
 from mpic.server.state import State, StateDep
 
@@ -28,7 +28,7 @@ async def create(body: CacheRequest, request: Request, state: StateDep, user: Cu
     """Cache a text, cut as `split` says, or chunks of your own. The answer comes when they are durable; they are
     compiled in the background. Prompts may link them at once."""
     split = Split(**body.split.model_dump())
-    large = sum(map(len, (body.text or "", *(body.chunks or ())))) > LARGE
+    large = sum(map(len, (body.text or "", *(body.chunks or ())))) > SMALL
     threads = state.pools.splitting if large else state.pools.prompts
     parts = await threads.run(request, _parts, body, split, state)
     create = partial(
