@@ -2,6 +2,8 @@
 
 import pytest
 
+from mpic.errors import CacheNotFound
+from mpic.library.caches import CachedText
 from mpic.library.copies.give import Given, give
 
 
@@ -65,3 +67,49 @@ def test_a_damaged_copy_of_an_interrupted_call_does_not_cost_the_original(librar
     library.files.delete("bob", damaged.id)
     [kept] = library.files.page("bob").files
     assert library.files.content("bob", kept.id) == b"text"
+
+
+PARTS = [CachedText("one", 0, 3), CachedText("two", 3, 6)]
+
+
+def test_giving_that_was_interrupted_makes_no_second_cache(library, clock, monkeypatch):
+    for _ in range(2):  # the same cache twice, which are two
+        library.caches.create("ann", PARTS, name="C", ttl=50)
+    library.caches.create("ann", PARTS[:1], name="C")
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr(library.caches, "delete", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        give(library, "ann", "bob")
+    [first] = library.caches.page("bob").caches
+    clock.now += 10
+    assert give(library, "ann", "bob") == [Given("C")] * 3
+    given = library.caches.page("bob", order="asc").caches
+    assert [(len(cache.chunks), cache.expires_at) for cache in given] == [
+        (2, clock.now + 40),
+        (2, clock.now + 40),
+        (1, None),
+    ]
+    assert given[0].id == first.id and library.caches.page("ann").caches == []
+
+
+def test_a_damaged_cache_of_an_interrupted_call_does_not_cost_the_original(library):
+    library.caches.create("ann", PARTS, name="C")
+    damaged = library.caches.create("bob", PARTS, name="C")
+    damaged.chunks[0].file.path.write_bytes(b"damaged")
+    assert give(library, "ann", "bob") == [Given("C")]
+    library.caches.delete("bob", damaged.id)
+    [kept] = library.caches.page("bob").caches
+    assert [library.files.content("bob", chunk.file.id) for chunk in kept.chunks] == [b"one", b"two"]
+
+
+def test_a_cache_that_expires_while_others_are_given_does_not_stop_them(library, monkeypatch):
+    first, _ = (library.caches.create("ann", [CachedText(text, 0, 3)], name=text) for text in ("one", "two"))
+    get = library.caches.get
+
+    def expiring(user, id):
+        if id == first.id:
+            raise CacheNotFound(f"no cache {id!r}")
+        return get(user, id)
+
+    with monkeypatch.context() as late:
+        late.setattr(library.caches, "get", expiring)
+        assert give(library, "ann", "bob") == [Given("one", f"no cache {first.id!r}"), Given("two")]

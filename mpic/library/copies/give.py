@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from mpic.errors import BadRequest, CorruptFile, MPICError
-from mpic.library.caches import CachedText
+from mpic.library.caches import Cache, CachedText
 from mpic.library.intake.decode import NO_CLIPS
 from mpic.library.library import Library
 from mpic.library.records import File
@@ -31,7 +31,7 @@ def give(
     Each is stored durably for its new owner before the old owner loses it, so an interruption loses nothing, and the
     same call resumes. Handles, names, pins and lifetimes stay; ids and times of creation are new, and chunks are
     compiled again, because compiled chunks are never shared by users. A file that the new owner has already, under the
-    same handle, stays as it is and expires with the later of both.
+    same handle, stays as it is and expires with the later of both; so does a cache of the same name and chunks.
 
     Args:
         progress: called after each file with 1.
@@ -43,12 +43,13 @@ def give(
     if source == target:
         raise BadRequest("a user cannot be given its own files", param="user")
     given = []
-    # an interrupted call may have stored some of these, which no handle tells from other files
+    # an interrupted call may have stored some of these and of the caches, which no handle tells from others
     unnamed = {_traits(file): file for file in _files(library, target) if file.handle is None}
     for file in _files(library, source):
         given.append(_file(library, file, target, unnamed))
         progress(1)
-    given += [_cache(library, source, target, id) for id in _caches(library, source)]
+    held = {_cache_traits(cache): cache for cache in _caches(library, target)}
+    given += [_cache(library, cache, target, held) for cache in _caches(library, source)]
     return given
 
 
@@ -110,27 +111,56 @@ def _traits(file: File) -> str:
     return json.dumps(traits, sort_keys=True)
 
 
-def _caches(library: Library, user: str) -> list[str]:
-    ids: list[str] = []
+def _caches(library: Library, user: str) -> list[Cache]:
+    caches: list[Cache] = []
     while True:
-        page = library.caches.page(user, after=ids[-1] if ids else None, order="asc")
-        ids += [cache.id for cache in page.caches]
+        page = library.caches.page(user, after=caches[-1].id if caches else None, order="asc")
+        caches += page.caches
         if not page.has_more:
-            return ids
+            return caches
 
 
-def _cache(library: Library, source: str, target: str, id: str) -> Given:
-    cache = library.caches.get(source, id)
+def _cache(library: Library, listed: Cache, target: str, held: dict[str, Cache]) -> Given:
+    """Gives a cache.
+
+    Args:
+        listed: the cache as it was listed; it may be gone.
+        held: the new owner's caches by ``_cache_traits``; one that takes the place of the gift is taken out.
+    """
+    name, source = listed.name, listed.owner
     try:
-        texts = [library.files.content(source, chunk.file.id).decode() for chunk in cache.chunks]
-        parts = [CachedText(text, chunk.start, chunk.end) for text, chunk in zip(texts, cache.chunks)]
-        library.caches.create(
-            target, parts, name=cache.name, split=cache.split, ttl=_left(library, cache.expires_at)
-        )
-        library.caches.delete(source, id)
-        return Given(cache.name)
+        cache = library.caches.get(source, listed.id)
+        same = _readable(library, held.pop(_cache_traits(cache), None))
+        if same is not None:
+            ends = (cache.expires_at, same.expires_at)
+            library.caches.extend(target, same.id, _left(library, None if None in ends else max(ends)))
+        else:
+            texts = [library.files.content(source, chunk.file.id).decode() for chunk in cache.chunks]
+            parts = [CachedText(text, chunk.start, chunk.end) for text, chunk in zip(texts, cache.chunks)]
+            left = _left(library, cache.expires_at)
+            library.caches.create(target, parts, name=name, split=cache.split, ttl=left)
+        library.caches.delete(source, cache.id)
+        return Given(name)
     except MPICError as error:
-        return Given(cache.name, error.message)
+        return Given(name, error.message)
+
+
+def _cache_traits(cache: Cache) -> str:
+    """Returns everything that a gift keeps of a cache, except its lifetime."""
+    chunks = [(chunk.file.sha256, chunk.start, chunk.end) for chunk in cache.chunks]
+    return json.dumps((cache.name, cache.split, chunks), sort_keys=True)
+
+
+def _readable(library: Library, cache: Cache | None) -> Cache | None:
+    """Returns a cache whose chunks are as they were stored; they will be the only copies."""
+    if cache is None:
+        return None
+    try:
+        for chunk in cache.chunks:
+            library.files.content(cache.owner, chunk.file.id)
+    except CorruptFile:
+        return None
+    return cache
 
 
 def _left(library: Library, expires_at: float | None) -> int | None:
