@@ -291,6 +291,26 @@ def test_tombstones_are_dropped_after_their_time(tmp_path):
             assert library.catalog.one("SELECT COUNT(*) FROM deleted")[0] == left
 
 
+def test_the_tombstone_of_a_file_that_cannot_be_looked_at_is_kept(tmp_path, monkeypatch):
+    """Its folder cannot be entered now, and what is in it would come back later."""
+    clock, stat = Clock(), os.stat
+
+    def refused(path, *args, **options):
+        if "/file-" in str(path):
+            raise PermissionError(13, "Permission denied")
+        return stat(path, *args, **options)
+
+    with Library.open(tmp_path, clock=clock) as library:
+        library.files.delete("ann", library.files.add("ann", b"some text", "t.txt").id)
+        clock.now += 31 * 86_400
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "stat", refused)
+            library.forget_gone()
+        assert library.catalog.one("SELECT COUNT(*) FROM deleted")[0] == 1
+        library.forget_gone()
+        assert library.catalog.one("SELECT COUNT(*) FROM deleted")[0] == 0
+
+
 # Files that the catalogue does not know
 
 

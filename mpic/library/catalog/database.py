@@ -20,6 +20,7 @@ from typing import Any
 from mpic.database import PATIENCE, translated
 from mpic.durable import FileSystem
 from mpic.errors import DatabaseBusy, IntegrityError, Unavailable
+from mpic.file_status import status_of
 from mpic.library.catalog.migrations import MIGRATIONS
 
 IDLE_READERS = 8
@@ -161,12 +162,20 @@ class Catalog:
         return {row["path"] for row in self.read(sql, json.dumps(list(paths)))}
 
     def drop_tombstones(self, before: float) -> None:
-        """Drops the tombstones of files that were deleted before this time, unless a file could not be removed."""
+        """Drops the tombstones of files that were deleted before this time, unless a file could not be removed, or
+        cannot be looked at."""
         rows = self.read("SELECT path FROM deleted WHERE at < ?", before)
-        gone = [(row["path"],) for row in rows if not (self.path.parent / row["path"]).exists()]
+        gone = [(row["path"],) for row in rows if self._is_gone(row["path"])]
         if gone:
             with self.write() as db:
                 db.executemany("DELETE FROM deleted WHERE path = ?", gone)
+
+    def _is_gone(self, path: str) -> bool:
+        """Returns whether there is certainly no such file in the library."""
+        try:
+            return status_of(self.path.parent / path) is None
+        except OSError:
+            return False
 
     def newest(self) -> float:
         """Returns the newest time at which something is recorded to have happened, in seconds since the epoch; 0 if
