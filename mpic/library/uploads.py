@@ -215,10 +215,12 @@ class UploadLibrary(InlineChunks):
         """
         if isinstance(file, str) or file.owner != user:
             file = self.get(user, file if isinstance(file, str) else file.id)
-        if file.split is None:
-            return [self.chunk(user, file)]
-        pieces = self._rows.pieces(file.id) or self._rows.set_pieces(file.id, self._cut(file))
-        if len(pieces) <= 1:
+        pieces = None
+        while file.split is not None and pieces is None:
+            pieces = self._rows.pieces(file.id) or self._rows.set_pieces(file, self._cut(file))
+            if pieces is None:  # it is to be cut in another way now, or was deleted
+                file = self.get(user, file.id)
+        if pieces is None or len(pieces) <= 1:
             return [self.chunk(user, file)]
         text = cache(lambda: decode_text(self._read(file), self._limits))
         found = []

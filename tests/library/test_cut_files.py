@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 from library_tools import make_chunk
 
-from mpic.errors import BadRequest, HandleTaken
+from mpic.errors import BadRequest, FileNotFound, HandleTaken
 from mpic.kv.chunk import ChunkKey, KVKey, Recipe
 from mpic.library.folder.sidecars import Sidecar
 
@@ -102,6 +102,40 @@ def test_a_failed_document_that_is_cut_anew_has_the_tokens_of_its_new_pieces(cut
     assert [bytes(c.token_ids).decode() for c in chunks] == ["abc", "def", "gh"]
     cutting.files.delete("ann", file.id)
     assert not cutting.files._tokens._entries
+
+
+@pytest.mark.parametrize(
+    ("split", "texts"), [({**SPLIT, "tokens": 3}, ("abc", "def", "gh")), (None, ("abcdefgh",))]
+)
+def test_a_document_that_is_uploaded_with_another_split_while_it_is_cut_gets_the_new_pieces(
+    cutting, split, texts
+):
+    file = cutting.files.add("ann", b"abcdefgh", "1.txt", handle="H", split=SPLIT)
+    cut = cutting.files.cut
+
+    def meanwhile(text, asked):
+        cutting.files.cut = cut
+        cutting.files.set_state("ann", file.id, "failed", error="no memory")
+        cutting.files.add("ann", b"abcdefgh", "1.txt", handle="H", split=split)
+        return cut(text, asked)
+
+    cutting.files.cut = meanwhile
+    for _ in range(2):
+        assert [c.key for c in cutting.files.chunks("ann", file.id)] == [ChunkKey.of_text(t) for t in texts]
+
+
+def test_a_document_that_is_deleted_while_it_is_cut_is_not_found(cutting):
+    file = cutting.files.add("ann", b"abcdefgh", "1.txt", split=SPLIT)
+    cut = cutting.files.cut
+
+    def meanwhile(text, asked):
+        cutting.files.delete("ann", file.id)
+        return cut(text, asked)
+
+    cutting.files.cut = meanwhile
+    with pytest.raises(FileNotFound):
+        cutting.files.chunks("ann", file.id)
+    assert cutting.catalog.one("SELECT 1 FROM pieces") is None
 
 
 def test_a_failed_document_that_is_cut_anew_leaves_no_chunks_of_its_old_pieces(cutting):

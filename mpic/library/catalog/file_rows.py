@@ -265,14 +265,17 @@ class FileRows:
         rows = self._catalog.read(sql if file_id is None else f"{sql} AND id = ?", *values)
         return {row["id"]: row["pieces"] for row in rows if row["pieces"]}
 
-    def set_pieces(self, file_id: str, pieces: Iterable[DocumentPiece]) -> list[DocumentPiece]:
-        """Records the pieces of a document, unless they have been recorded already, and returns the recorded ones."""
+    def set_pieces(self, file: File, pieces: Iterable[DocumentPiece]) -> list[DocumentPiece] | None:
+        """Records the pieces into which a document was cut, unless some have been recorded already, and returns the
+        recorded ones; None if it was deleted meanwhile, or is to be cut in another way than ``file`` says."""
         with self._catalog.write() as db:
-            exists = db.execute("SELECT 1 FROM files WHERE id = ?", (file_id,)).fetchone()
-            if exists and not db.execute("SELECT 1 FROM pieces WHERE file = ?", (file_id,)).fetchone():
-                rows = [(file_id, position, *piece) for position, piece in enumerate(pieces)]
+            row = db.execute("SELECT split FROM files WHERE id = ?", (file.id,)).fetchone()
+            if row is None or row["split"] is None or json.loads(row["split"]) != file.split:
+                return None
+            if not db.execute("SELECT 1 FROM pieces WHERE file = ?", (file.id,)).fetchone():
+                rows = [(file.id, position, *piece) for position, piece in enumerate(pieces)]
                 db.executemany("INSERT INTO pieces VALUES (?, ?, ?, ?, ?)", rows)
-        return self.pieces(file_id)
+        return self.pieces(file.id)
 
     def keys_of(self, db: Connection, file: File) -> list[ChunkKey]:
         """Returns, within a transaction, the contents that a file stands for."""
