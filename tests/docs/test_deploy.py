@@ -220,7 +220,7 @@ def test_the_builder_is_given_all_that_the_setup_reads_and_nothing_private(tmp_p
     } <= given
     assert not any(
         in_context(Path(name))
-        for name in (".git/config", ".venv/x", "var/x", "deploy/metrics-key", "tests/x")
+        for name in (".git/config", ".venv/x", "var/x", "deploy/metrics-key", "tests/x", "data/papers/x")
     )
 
 
