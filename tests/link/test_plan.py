@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpic.errors import UnknownPolicy
-from mpic.link import POLICIES, Need, SegmentShape, engines, make_plan, parse_policy, policy_names
+from mpic.link import POLICIES, Need, SegmentShape, make_plan, parse_policy, policies_page, policy_names
 
 NAMES = ["full", "prefix", "reuse", "reuse-2step", "mpic-0", "mpic-7", "mpic-500", "legolink-3", "legolink-0"]
 NAMES += ["attnlink-5", "attnlink-0", "block-1", "random-30", "random-0", "random-100"]
@@ -101,7 +101,7 @@ def test_leading_zeros_do_not_make_another_policy():
 
 def test_the_table_of_policies_in_the_documentation_is_up_to_date():
     page = Path(__file__).parents[2] / "docs" / "policies.md"
-    assert page.read_text() == engines.document(), "python -m mpic.link.engines > docs/policies.md"
+    assert page.read_text() == policies_page.document(), "python tools/docs/generate.py"
 
 
 def test_what_an_engine_must_do_for_a_policy_follows_from_its_class():

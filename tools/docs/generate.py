@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from nav import ROOT, llms
 from openai_table import openai
 
-from mpic.link.engines import document
+from mpic.link.policies_page import document
 
 
 def files() -> dict[str, str]:

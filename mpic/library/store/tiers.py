@@ -108,8 +108,8 @@ class TieredStore:
     """A ``ChunkStore`` over a disk with tiers around it.
 
     Args:
-        nearer: a tier nearer to the device, such as a ``HostTier``; or None.
-        farther: tiers beyond the disk, such as a remote tier.
+        nearer: tiers nearer to the device, such as a ``HostTier``; the nearest comes first.
+        farther: tiers beyond the disk, such as a remote one; the nearest comes first.
     """
 
     def __init__(self, disk: DiskStore, nearer: Sequence[Tier] = (), farther: Sequence[Tier] = ()) -> None:
