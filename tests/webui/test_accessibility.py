@@ -2,7 +2,7 @@
 
 import pytest
 from axe import SOURCE, Audit
-from page_kit import BOX, PHONE, add, ask, focused, log_in, look, press, tab_to
+from page_kit import BOX, PHONE, add, ask, focused, log_in, look, press, tab_to, until
 from server_helpers import png
 
 HIT_AREAS = """() => [...(document.querySelector('dialog:modal') || document).querySelectorAll(
@@ -185,3 +185,25 @@ def test_a_skip_link_leads_past_the_side_and_a_drawer_gives_the_focus_back(fake,
     assert focused(phone) == "side-close"
     phone.keyboard.press("Escape")
     assert focused(phone) == "side-open" and not phone.locator("#side").is_visible()
+
+
+def test_a_finger_scrolls_the_list_of_handles_and_chooses_by_a_tap(fake, open_page):
+    add(fake, *(f"RED{n}" for n in range(12)))
+    page = open_page(fake.url, **PHONE)
+    page.click(BOX)
+    page.keyboard.type("IMAGE#")
+    box = page.locator("#handle-list").bounding_box()
+    x, y = box["x"] + 60, box["y"] + box["height"] / 2
+    devtools = page.context.new_cdp_session(page)
+    for type, points in [
+        ("touchStart", [{"x": x, "y": y}]),
+        *(("touchMove", [{"x": x, "y": y - 10 * n}]) for n in range(1, 12)),
+        ("touchEnd", []),
+    ]:
+        devtools.send("Input.dispatchTouchEvent", {"type": type, "touchPoints": points})
+    until(page, lambda: page.locator("#handle-list").evaluate("e => e.scrollTop") > 50)
+    assert page.input_value(BOX) == "IMAGE#"
+    page.wait_for_timeout(300)  # it has come to rest; a tap before that stops it
+    page.touchscreen.tap(x, y)
+    page.wait_for_selector("#handle-list", state="hidden")
+    assert page.input_value(BOX).startswith("IMAGE#RED")

@@ -16,7 +16,7 @@ export const completeHandles = (box, files) => {
   const draw = () => {
     list.replaceChildren(...choices.map((file, i) => h('li', {
       id: `handle-${i}`, role: 'option', class: i === active ? 'active' : '', 'aria-selected': String(i === active),
-      onpointerdown: (event) => { event.preventDefault(); complete(i); },
+      onpointerdown: (event) => event.preventDefault(), onclick: () => complete(i),  // a finger that goes down may scroll
     }, picture(file), mention(file))));
     if (list.hidden) announce(`${choices.length} handles to choose from, with the arrow keys.`);
     list.hidden = false;
