@@ -91,11 +91,14 @@ def router(app: FastAPI) -> APIRouter:
 
     @routes.get("/policy")
     def policy(name: str = "") -> JSONResponse:
-        """Returns whether there is a policy of this name, and its description."""
+        """Returns whether this server runs a policy of this name, and its description."""
         try:
             known = parse_policy(name[:80])
         except MPICError as error:
             return JSONResponse({"error": error.message}, headers=NO_STORE)
+        if not app.state.mpic.engine.supports(known):
+            refused = f"policy {known} does not run on this server's engine"
+            return JSONResponse({"error": refused}, headers=NO_STORE)
         return JSONResponse({"name": known.name, "about": known.explanation}, headers=NO_STORE)
 
     @routes.get("/live")

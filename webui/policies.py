@@ -57,8 +57,8 @@ RETRIEVAL = {
 
 
 def menu(forms: list[str], default: str) -> list[dict[str, Any]]:
-    """Returns the concrete policies to choose from, the common ones first: ``name``, ``about``, and if it was measured
-    ``lost`` and ``fewer``.
+    """Returns the concrete policies to choose from, the common ones first: ``name``, ``about``, ``uses_chunks``, and if it
+    was measured ``lost`` and ``fewer``.
 
     Args:
         forms: syntax of the policies that the server offers (``mpic-K``).
@@ -67,7 +67,10 @@ def menu(forms: list[str], default: str) -> list[dict[str, Any]]:
     found = []
     for name in offered(forms, default):
         lost, fewer = MEASURED.get(name, (None, None))
-        found.append({"name": name, "about": explain(name), "lost": lost, "fewer": fewer})
+        uses = parse_policy(name).uses_chunks
+        found.append(
+            {"name": name, "about": explain(name), "uses_chunks": uses, "lost": lost, "fewer": fewer}
+        )
     return found
 
 

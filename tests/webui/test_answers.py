@@ -1,6 +1,13 @@
 """Answers as the page shows them: their markup, their history, and what is compared with what."""
 
-from page_kit import add, ask
+from page_kit import add, ask, more, reload
+
+
+def sent_by(page, act):
+    """Returns the body of the request that ``act`` makes."""
+    with page.expect_request("**/v1/chat/completions") as asked:
+        act()
+    return asked.value.post_data_json
 
 
 def test_numbered_lists_continue_their_numbers(fake, open_page):
@@ -17,3 +24,101 @@ def test_quotes_within_quotes_end_at_a_depth_and_the_rest_is_text(fake, open_pag
     ask(page, "what?")
     assert page.locator(".text blockquote").count() == 8
     assert page.inner_text(".text").strip().endswith("> deep")
+
+
+def test_a_chat_goes_on_after_its_files_were_renamed_deleted_or_replaced(fake, open_page):
+    add(fake, "RED", "CAT", "DOG")
+    page = open_page(fake.url)
+    ask(page, "IMAGE#RED, IMAGE#CAT and image IMAGE#DOG. What?")
+    files = fake.library.files
+    files.rename("local", files.by_handle("local", "RED").id, "CRIMSON")
+    for gone in ("CAT", "DOG"):
+        files.delete("local", files.by_handle("local", gone).id)
+    add(fake, "CAT")  # another one
+    reload(page)
+    body = sent_by(page, lambda: ask(page, "And now?"))
+    assert body["messages"][0]["content"] == "IMAGE#CRIMSON, CAT and image DOG. What?"
+    assert page.locator(".error").count() == 0 and "taller" in page.inner_text(".turn:nth-child(2) .text")
+    assert len(fake.engine.requests[-1].prompt.chunks) == 1
+
+
+def test_a_question_that_is_asked_again_finds_the_file_that_was_renamed(fake, open_page):
+    add(fake, "RED")
+    page = open_page(fake.url)
+    ask(page, "IMAGE#RED what?")
+    files = fake.library.files
+    files.rename("local", files.by_handle("local", "RED").id, "CRIMSON")
+    reload(page)
+    page.click("[data-key=compare]")
+    page.wait_for_selector(".verdict")
+    more(page, 1, "Answer again")
+    page.wait_for_selector("button.chip:has-text('CRIMSON')")
+    page.wait_for_selector(".turn-line")
+    assert page.locator(".error").count() == 0 and len(fake.engine.requests) == 3
+
+
+def test_a_name_that_no_file_has_comes_with_advice(fake, open_page):
+    page = open_page(fake.url, expected=("404",))
+    ask(page, "FILE#NOTHING what?")
+    assert "or the file was renamed or deleted" in page.inner_text(".error")
+
+
+def settings(page, **values):
+    page.click("#settings-open")
+    for name, value in values.items():
+        page.fill(f"#set-{name}", value)
+        page.press(f"#set-{name}", "Tab")
+    page.keyboard.press("Escape")
+
+
+def test_a_comparison_asks_for_the_same_whatever_the_settings_say_by_now(fake, open_page):
+    page = open_page(fake.url)
+    settings(page, system="Be brief.", temperature="0.5", length="3")
+    first = sent_by(page, lambda: ask(page, "hello"))
+    settings(page, system="Be verbose.", temperature="0", length="9")
+    fake.engine.answer = "Another tower is"
+    again = sent_by(page, lambda: page.click("[data-key=compare]"))
+    assert {**again, "mpic": first["mpic"]} == first and again["mpic"]["policy"] == "full"
+    page.wait_for_selector(".verdict:has-text('At temperature 0.5 two answers may differ by chance')")
+
+
+def test_without_a_temperature_a_difference_is_not_put_down_to_chance(fake, open_page):
+    page = open_page(fake.url)
+    ask(page, "hello")
+    fake.engine.answer = "Another answer."
+    page.click("[data-key=compare]")
+    page.wait_for_selector(".verdict.differs")
+    assert "by chance" not in page.inner_text(".verdict")
+
+
+def test_a_longest_answer_that_is_cleared_is_the_default_again(fake, open_page):
+    page = open_page(fake.url)
+    settings(page, length="7")
+    settings(page, length="")
+    assert sent_by(page, lambda: ask(page, "hello"))["max_tokens"] == 512
+
+
+def test_a_policy_that_reads_no_chunk_is_asked_for_without_a_press(fake, open_page):
+    page = open_page(fake.url)
+    page.click("#settings-open")
+    page.select_option("#set-press", "snapkv-50")
+    page.keyboard.press("Escape")
+    page.click(".picker >> nth=0")
+    page.keyboard.type("full")
+    page.keyboard.press("Enter")
+    assert "press" not in sent_by(page, lambda: ask(page, "hello"))["mpic"]
+    assert page.locator(".error").count() == 0
+
+
+def test_a_policy_that_the_engine_does_not_run_is_refused_while_it_is_typed_and_dropped_if_it_was_kept(
+    fake, open_page
+):
+    fake.engine.provides = frozenset()
+    page = open_page(fake.url)
+    page.click(".picker >> nth=0")
+    page.keyboard.type("cacheblend-17")
+    page.wait_for_selector(".picker-status:has-text('does not run on this server')")
+    page.evaluate("import('/ui/static/store.js').then(s => s.keep({ policy: 'cacheblend-17' }))")
+    reload(page)
+    page.wait_for_selector(".toast:has-text('does not offer the policy cacheblend-17')")
+    assert "policy" not in sent_by(page, lambda: ask(page, "hello"))["mpic"]

@@ -1,6 +1,6 @@
 """The browser keeps chats, drafts and settings with two tabs open, little room, or none at all."""
 
-from page_kit import BOX, ask, begin, look, more, new_chat, open_chat, questions, reload, send, until
+from page_kit import BOX, ask, begin, kept, look, more, new_chat, open_chat, questions, reload, send, until
 
 QUEUED = "text=asked again as soon as it is back"
 
@@ -9,6 +9,14 @@ def titles(page):
     """Returns the titles that the browser has stored."""
     return page.evaluate(
         "import('/ui/static/store.js').then(s => s.list()).then(all => all.map(c => c.title))"
+    )
+
+
+def states(page):
+    """Returns the states of the answers that the browser has stored."""
+    return page.evaluate(
+        "import('/ui/static/store.js').then(s => s.list())"
+        ".then(all => all.flatMap(c => c.turns.map(t => t.answer.state)))"
     )
 
 
@@ -199,3 +207,57 @@ def test_a_title_that_an_undo_brings_back_comes_back_in_another_tab(fake, open_p
     page.click(".toast >> text=Undo")
     other.wait_for_selector("#title:text-is('one')")
     assert questions(other) == ["one"]
+
+
+def test_an_answer_whose_tab_is_closed_is_shown_as_stopped_in_another_tab(fake, open_page):
+    page = open_page(fake.url)
+    ask(page, "zero")
+    other = open_page(page.url, context=page.context)
+    fake.engine.pause = 1.5  # longer than the page waits before it keeps what has come
+    begin(page, "one")
+    other.wait_for_selector(".turn:nth-child(2) .writing")
+    page.goto("about:blank")
+    other.wait_for_selector(".turn:nth-child(2) .stopped")
+    assert other.locator(".writing, .dots").count() == 0
+    until(other, lambda: len(kept(other)) == 2 and "stopped" in states(other))
+
+
+def delete_chat(page):
+    page.clock.install()
+    page.click("#chat-list .icon-button")
+    page.click(".menu-item:text-is('Delete')")
+    page.clock.run_for(11_000)
+
+
+def test_what_is_typed_into_a_chat_that_another_tab_deletes_goes_on_in_a_new_one(fake, open_page):
+    page = open_page(fake.url)
+    ask(page, "one")
+    other = open_page(page.url, context=page.context)
+    page.fill(BOX, "a long thought")
+    delete_chat(other)
+    page.wait_for_selector(".toast:has-text('deleted in another tab')")
+    page.wait_for_selector("#welcome:visible")
+    assert page.input_value(BOX) == "a long thought"
+    until(page, "location.hash === '#chat'")
+    reload(page)
+    assert page.input_value(BOX) == "a long thought"
+
+
+def test_another_view_stays_when_another_tab_deletes_the_open_chat(fake, open_page):
+    page = open_page(fake.url)
+    ask(page, "one")
+    other = open_page(page.url, context=page.context)
+    page.click("#views [data-view=policies]")
+    page.wait_for_selector("#view-policies:visible")
+    delete_chat(other)
+    page.wait_for_selector(".toast:has-text('deleted in another tab')")
+    page.wait_for_timeout(100)
+    assert page.locator("#view-policies").is_visible()
+
+
+def test_an_export_that_fails_says_so(fake, open_page):
+    page = open_page(fake.url, expected=("it is damaged",))
+    page.evaluate("void (IDBObjectStore.prototype.getAll = () => { throw new Error('it is damaged'); })")
+    page.click("#settings-open")
+    page.click("dialog button:text-is('Export all chats')")
+    page.wait_for_selector(".toast:has-text('it is damaged')", state="attached")

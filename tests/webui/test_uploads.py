@@ -3,7 +3,7 @@
 import base64
 import json
 
-from page_kit import ask, log_in, log_out, until
+from page_kit import PHONE, ask, log_in, log_out, until
 from server_helpers import png
 
 HANDLE = '.file[data-handle="{}"]'
@@ -134,6 +134,74 @@ def test_a_link_of_a_model_is_shown_with_its_address(fake, open_page):
         "your bank (https://evil.example/login)",
         "https://a.example/",
     ]
+
+
+def test_an_upload_from_the_composer_of_a_phone_is_seen_and_heard(fake, open_page):
+    page = open_page(fake.url, **PHONE)
+    held = []
+    catch_posts(page, "**/ui/v1/files", held.append)
+    put(page, "photo.png")
+    page.wait_for_selector("#composer .upload:has-text('photo.png')")
+    page.wait_for_selector("#announcer:text-is('Adding photo.png.')", state="attached")
+    until(page, lambda: held)
+    held[0].continue_()
+    page.wait_for_selector("#announcer:text-is('Added IMAGE#PHOTO.')", state="attached")
+    assert page.locator(".upload").count() == 0
+    page.click("#side-open")
+    assert page.locator("#side #uploads").count() == 1
+
+
+DROP = """(selector) => {
+    const data = new DataTransfer();
+    data.items.add(new File(['text'], 'a.txt', { type: 'text/plain' }));
+    const event = (type) => new DragEvent(type, { dataTransfer: data, bubbles: true, cancelable: true });
+    const place = document.querySelector(selector);
+    return ['dragenter', 'dragover', 'drop'].map((type) => place.dispatchEvent(event(type))); }"""
+
+
+def test_a_file_that_is_dropped_on_a_field_for_files_goes_into_the_field(fake, open_page):
+    page = open_page(f"{fake.url}#references")
+    page.click(".add-reference summary")
+    assert page.evaluate(DROP, "#add-file") == [True, True, True]  # what the browser does is not prevented
+    page.wait_for_timeout(100)
+    assert page.locator(".upload").count() == 0 and not fake.library.files.page("local").files
+    assert page.evaluate(DROP, "#main") == [True, False, False]
+    page.wait_for_selector(HANDLE.format("A"))
+
+
+def test_references_that_are_asked_for_again_and_again_are_said_once_and_keep_the_focus(fake, open_page):
+    one = {"id": "ref_a", "kind": "text", "title": 'A "title"', "sha256": "0" * 64, "bytes": 4}
+    answer = json.dumps({"data": [{**one, "state": "compiling"}], "has_more": False})
+    asked = []
+
+    def answered(route):
+        asked.append(1)
+        route.fulfill(content_type="application/json", body=answer)
+
+    page = open_page(fake.url)
+    page.clock.install()
+    page.route("**/ui/v1/references*", answered)
+    page.evaluate(
+        """window.said = [];
+        new MutationObserver((all) => all.forEach((one) => said.push(one.target.textContent)))
+            .observe(document.body, { childList: true, subtree: true, characterData: true });"""
+    )
+    page.click("#views [data-view=references]")
+    page.wait_for_selector(".reference")
+    page.focus(".card-open")
+    for n in (2, 3):
+        page.clock.run_for(2_000)
+        until(page, lambda n=n: len(asked) >= n)
+    page.wait_for_timeout(100)
+    said = page.evaluate("said.filter((text) => text === '1 reference, newest first').length")
+    assert said == 1
+    assert page.evaluate("document.activeElement.title") == 'Open A "title"'
+
+
+def test_what_a_description_is_for_is_said(fake, open_page):
+    page = open_page(f"{fake.url}#references")
+    page.click(".add-reference summary")
+    assert "searches look at the content only" in page.inner_text("#hint-description")
 
 
 PASTE = """([words, page]) => {

@@ -4,9 +4,9 @@ import { ApiError, askFor, get } from './api.js';
 import { failed, settle, toast } from './ui.js';
 import * as store from './store.js';
 import { onBack, watchConnection } from './connection.js';
-import { chat, learn, openChat, takeOver } from './chat.js';
+import { chat, endRuns, learn, openChat, takeOver } from './chat.js';
 import * as chats from './chats.js';
-import { showDraft, startComposer } from './composer.js';
+import { keepForNew, showDraft, startComposer } from './composer.js';
 import { refresh as refreshFiles, watchFiles } from './files.js';
 import { startLibrary } from './library.js';
 import { policyPicker, retrievalPicker } from './picker.js';
@@ -16,7 +16,7 @@ import { showSavings } from './savings.js';
 import { openSettings } from './settings.js';
 import { watchScrolling } from './scrolling.js';
 import { watchServer } from './live.js';
-import { startUploads } from './uploads.js';
+import { placeUploads, startUploads } from './uploads.js';
 import { showWelcome } from './welcome.js';
 
 store.theme();
@@ -32,6 +32,7 @@ const drawer = (open) => {
   $('#frame').inert = small && open;
   $('#backdrop').hidden = !(small && open);
   $('#side-open').setAttribute('aria-expanded', String(small && open));
+  placeUploads(small && !open);
 };
 const closeDrawer = () => {
   const was = document.body.classList.contains('drawer-open');
@@ -78,16 +79,32 @@ const show = async (about) => {
 
 // ---- the beginning
 
-const elsewhere = async (id) => {  // another tab has changed a chat, or deleted all ('')
+/** Another tab has changed a chat, or deleted all (''), or was closed while it answered these turns (`left`). */
+const elsewhere = async (id, left) => {
   chats.draw();
   const { current } = chat;
   if (!current?.id || (id && id !== current.id)) return;
   const found = await store.load(current.id);
   if (chat.current !== current) return;
-  if (found) { takeOver(found); return; }
+  if (found) {
+    takeOver(found);
+    if (left.length) endRuns(left);
+    return;
+  }
   toast('This chat was deleted in another tab.');
   await openChat('');
-  location.hash = '#chat';
+  if (id) keepForNew();
+  if (!$('#view-chat').hidden) location.hash = '#chat';
+};
+
+/** Drops what is kept and this server does not offer any more: it would refuse every question. */
+const checkChoices = async (about) => {
+  const { policy, press } = store.settings;
+  if (press && !about.presses.slice(1).some((one) => one.name === press)) store.keep({ press: '' });
+  if (!policy || about.policies.some((one) => one.name === policy)) return;
+  if (!(await get(`/policy?name=${encodeURIComponent(policy)}`)).error) return;
+  store.keep({ policy: '' });
+  toast(`This server does not offer the policy ${policy} any more; its default is used.`);
 };
 
 let told = false;
@@ -98,7 +115,9 @@ const start = async () => {
   if (lost && !told) toast(`This browser keeps nothing of this page (${lost}): it is gone when you close or reload it. Export what you need.`, { bad: true, life: 60_000 });
   told = true;
   store.loadSettings();
-  if (store.settings.press && !about.presses.slice(1).some((one) => one.name === store.settings.press)) store.keep({ press: '' });  // not offered any more
+  await checkChoices(about);
+  chat.policy = about.policies[0].name;
+  chat.withoutChunks = new Set(about.policies.filter((one) => !one.uses_chunks).map((one) => one.name));
   store.theme();
   const { model } = about;
   $('#model').textContent = `${model.name} · ${model.dtype} on ${model.device} · ${model.context_length.toLocaleString('en')} tokens of context`;
@@ -140,5 +159,6 @@ const begin = async () => {
     else throw error;
   }
 };
+addEventListener('unhandledrejection', (event) => failed(event.reason));  // nothing that somebody asked for fails without a word
 addEventListener('pageshow', (event) => { if (event.persisted) location.reload(); });  // perhaps of another user by now
 begin();

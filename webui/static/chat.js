@@ -4,26 +4,35 @@ import { announce, copy, failed, toast, undoable } from './ui.js';
 import { get, stream } from './api.js';
 import { away, onBack } from './connection.js';
 import * as store from './store.js';
-import { mentioned, refresh as refreshFiles } from './files.js';
+import { mentioned, refresh as refreshFiles, withHandlesOfNow } from './files.js';
 import { open as openFile } from './viewer.js';
 import { renderTurn, running } from './turn.js';
 import { merge, newTurn, putBack, takeOut, touch, turnOf } from './turns.js';
 import { follow, followNewest, keepInView } from './scrolling.js';
 
 const SAVE_MS = 1000;
-export const chat = { current: null, perToken: null };
+/** The open chat, the milliseconds that a token costs, the server's default policy, and the policies that read no chunk. */
+export const chat = { current: null, perToken: null, policy: '', withoutChunks: new Set() };
 const listeners = [];
 /** Calls a function whenever the chat has changed: title, turns, or whether it is being answered. */
 export const onChange = (act) => listeners.push(act);
 
 let abort = null, answering = null, saved = 0;
+const unfinished = new Set();  // turns that this page answers, until the end of the answer is kept
 const swallowed = new WeakSet();  // answers that this page asks for again; those of another tab are not its own
 const losses = new WeakMap();  // how often the connection of an answer was lost while the server was there
 const MOST_LOSSES = 3;
 const views = new Map();  // of the turns that are shown, by the turn's id
 
 const fresh = () => ({ id: '', title: '', named: false, created: Date.now(), updated: Date.now(), turns: [] });
-const newRun = (policy, press = store.settings.press) => ({ policy, press, retrieval: store.settings.retrieval, text: '', state: 'waiting', error: null, usage: null, citations: [] });
+/** What a run asks for beside the conversation: what the settings say when it is made, and so what it is compared under. */
+const wishesOf = (run) => {
+  const { retrieval, system, temperature, length } = { ...store.settings, ...run };  // earlier versions of the page kept fewer
+  return { retrieval, system, temperature, length };
+};
+/** A press has no effect under a policy that reads no compiled chunk, and is refused with it. */
+const pressUnder = (policy) => (chat.withoutChunks.has(policy || chat.policy) ? '' : store.settings.press);
+const newRun = (policy) => ({ policy, press: pressUnder(policy), ...wishesOf({}), text: '', state: 'waiting', error: null, usage: null, citations: [] });
 export const busy = () => Boolean(abort);
 const titleOf = (text) => {
   const words = text.replace(/\s+/g, ' ').trim(), plain = words.replace(/^(?:(?:IMAGE|FILE)#\S+\s+)+/, '');
@@ -125,22 +134,22 @@ export const openChat = async (id) => {
 
 // ---- answering
 
-const messagesOf = (asked) => {
-  const { turns } = chat.current, out = store.settings.system ? [{ role: 'system', content: store.settings.system }] : [];
+const messagesOf = (asked, system) => {
+  const { turns } = chat.current, out = system ? [{ role: 'system', content: system }] : [];
   for (const turn of turns.filter((one) => one.at < asked.at)) {
     if (!turn.answer.text || turn.answer.state === 'failed') continue;
-    out.push({ role: 'user', content: turn.text }, { role: 'assistant', content: turn.answer.text });
+    out.push({ role: 'user', content: withHandlesOfNow(turn.text, turn.files) }, { role: 'assistant', content: turn.answer.text });
   }
-  return [...out, { role: 'user', content: asked.text }];
+  return [...out, { role: 'user', content: withHandlesOfNow(asked.text, asked.files, true) }];
 };
 
 const bodyOf = (turn, run) => {
-  const { temperature, length } = store.settings;
+  const { system, temperature, length } = wishesOf(run);
   const mpic = { trace: true };
   if (run.policy) mpic.policy = run.policy;
   if (run.press) mpic.press = run.press;
   if (run.retrieval !== 'off') mpic.retrieval = run.retrieval;
-  return { messages: messagesOf(turn), stream: true, stream_options: { include_usage: true }, max_tokens: length,
+  return { messages: messagesOf(turn, system), stream: true, stream_options: { include_usage: true }, max_tokens: length,
     ...(temperature ? { temperature } : {}), mpic };
 };
 
@@ -162,6 +171,7 @@ const answer = async (turn, run) => {
   const own = new AbortController(), mine = chat.current, there = !away();
   abort = own;
   answering = turn;
+  unfinished.add(turn);
   let drawing = 0;
   const show = () => { drawing = 0; if (chat.current === mine && mine.turns.includes(turn)) { draw(turn); keepInView(); } };
   Object.assign(run, { text: '', state: 'waiting', error: null, usage: null, citations: [] });
@@ -188,9 +198,11 @@ const answer = async (turn, run) => {
   if (abort === own) abort = answering = null;
   if (chat.current !== mine) {  // another chat was opened meanwhile, perhaps because this one was deleted
     await store.save(mine, { ifKept: true }).catch(failed);
+    unfinished.delete(turn);
     return changed();
   }
   await persist();
+  unfinished.delete(turn);
   show();
   if (run.state === 'done') announce(`Answer: ${run.text.trim()}`);
   if (!away()) setTimeout(resume, run.state === 'queued' ? 500 : 0);
@@ -238,6 +250,21 @@ export const stop = () => {
   }
 };
 
+/** Stops these turns: the tab that was answering them was closed, and nobody goes on. */
+export const endRuns = (ids) => {
+  for (const turn of chat.current.turns) {
+    if (!ids.includes(turn.id) || turn === answering) continue;
+    for (const run of [turn.answer, turn.again]) if (running(run)) { run.state = 'stopped'; touch(turn); }
+  }
+  drawAll();
+  persist();
+};
+addEventListener('pagehide', () => {  // nothing that is kept from now on is sure to be kept
+  const waits = (run) => running(run) && swallowed.has(run);
+  const turns = (chat.current?.turns || []).filter((turn) => unfinished.has(turn) || waits(turn.answer) || waits(turn.again));
+  if (turns.length) store.leave(chat.current.id, turns.map((turn) => turn.id));
+});
+
 /** Does something to turns that can be taken back for ten seconds. `touched` are those that it changes or takes away.
  * Undoing it puts them back among the turns that there are then, without the one that `act` returns. */
 const change = (text, touched, act) => {
@@ -269,12 +296,13 @@ const change = (text, touched, act) => {
 
 const compare = (turn) => {
   if (busy()) return;
-  turn.again = { ...newRun('full', ''), retrieval: turn.answer.retrieval };
+  turn.again = { ...newRun('full'), ...wishesOf(turn.answer) };
   answer(turn, turn.again);
 };
 
 const regenerate = (turn) => change('The earlier answer was replaced.', [turn], () => {
-  Object.assign(turn, { answer: newRun(store.settings.policy), again: null, files: mentioned(turn.text) });
+  const text = withHandlesOfNow(turn.text, turn.files, true);
+  Object.assign(turn, { text, answer: newRun(store.settings.policy), again: null, files: mentioned(text) });
   answer(turn, turn.answer);
 });
 

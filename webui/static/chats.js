@@ -17,8 +17,13 @@ const asMarkdown = (one) => {
   return out.join('\n');
 };
 
-const exportChat = async (id, form) => {
+const found = async (id) => {
   const one = id === chat.current.id ? chat.current : await store.load(id);
+  if (!one) throw new Error('This chat is not kept in this browser any more.');
+  return one;
+};
+const exportChat = async (id, form) => {
+  const one = await found(id);
   if (form === 'json') download(`${fileName(one.title)}.json`, JSON.stringify(one, null, 2), 'application/json');
   else download(`${fileName(one.title)}.md`, asMarkdown(one), 'text/markdown');
 };
@@ -26,7 +31,7 @@ export const exportAll = async () =>
   download('mpic-chats.json', JSON.stringify(await store.list(), null, 2), 'application/json');
 
 const rename = async (id) => {
-  const one = id === chat.current.id ? chat.current : await store.load(id);
+  const one = await found(id);
   const title = await prompt('Rename the chat', 'Title', one.title, (text) => (text ? '' : 'A title has at least one letter.'));
   if (!title) return;
   Object.assign(one, { title, named: true, updated: Date.now() });
@@ -38,7 +43,7 @@ const rename = async (id) => {
 const remove = (one) => undoable(`“${one.title}” was deleted.`, {
   show: () => { hidden.add(one.id); draw(); if (chat.current.id === one.id) location.hash = '#chat'; },
   undo: () => { hidden.delete(one.id); draw(); location.hash = place(one.id); },
-  commit: () => { hidden.delete(one.id); store.remove(one.id).then(draw).catch(failed); },
+  commit: () => { hidden.delete(one.id); return store.remove(one.id).then(draw).catch(failed); },
 });
 
 const actions = (one) => [

@@ -60,6 +60,18 @@ export const showDraft = () => {
   showChips();
 };
 
+/** Has what stands in the box go on as a draft of a new chat, which is open now: its own chat is gone. */
+export const keepForNew = () => {
+  clearTimeout(timer);
+  const text = [store.draft(''), box().value].filter((one) => one.trim()).join('\n');
+  place = '';
+  shownChat = chat.current;
+  box().value = text;
+  timer = setTimeout(keepDraft, 0);
+  fit();
+  showChips();
+};
+
 const submit = (event) => {
   event?.preventDefault();
   const text = box().value.trim();

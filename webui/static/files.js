@@ -6,6 +6,7 @@ import { failed, prompt, undoable } from './ui.js';
 const SOON = 1000, LATE = 10_000, SELDOM = 60_000;
 export let files = [];
 export let trouble = '';  // why they could not be listed, of the last time
+let listed = false;  // so that what is not among the files is gone
 const hidden = new Set();  // deleted, but it can still be undone
 const listeners = [];
 /** Calls `act` whenever the files have changed, or could not be listed. */
@@ -26,6 +27,21 @@ export const mentioned = (text) => {
     if (file) out[file.handle] = { id: file.id, kind: file.kind };
   }
   return out;
+};
+
+/** A text with the handles that its files have now; `remembered` are those that it named when it was written. A file that
+ * is gone leaves its plain name, because its handle is refused, or by now another file has it; with `keepGone` it leaves the
+ * handle. */
+export const withHandlesOfNow = (text, remembered, keepGone = false) => {
+  if (!listed) return text;
+  const then = new Map(Object.entries(remembered || {}).map(([handle, { id }]) => [fold(handle), id]));
+  return text.replace(HANDLE, (whole, kind, word) => {
+    const name = handleIn(word, then), id = then.get(fold(name));
+    if (!id) return whole;
+    const handle = files.find((file) => file.id === id)?.handle;
+    if (handle ? fold(handle) === fold(name) : keepGone) return whole;
+    return (handle ? `${kind}#${handle}` : name) + word.slice(name.length);
+  });
 };
 
 /** Changes a file on the server. */
@@ -66,7 +82,7 @@ export const refresh = async () => {
   asked = Date.now();
   try {
     const { data } = await get('/v1/files');
-    [files, trouble] = [data, ''];
+    [files, trouble, listed] = [data, '', true];
     changed();
   } catch (error) {
     asked += LATE - SELDOM;  // sooner than usual

@@ -1,7 +1,7 @@
 // The references page: files that answers of every user may use; administrators add and remove them.
 import { $, button, count, h, iconButton, picture, size } from './dom.js';
 import { call, get, upload } from './api.js';
-import { announce, confirm, failed, toast } from './ui.js';
+import { confirm, failed, toast } from './ui.js';
 import { open } from './viewer.js';
 
 const PAGE = 60, FOUND = 12, SIDE = 384, SOON = 1500;
@@ -33,10 +33,11 @@ const card = (one) => h('li', { class: 'card reference', data: { id: one.id, sta
   admin && iconButton('close', `Remove ${one.title}`, () => remove(one)));
 
 const show = (found, text, more) => {
-  note.textContent = text;
-  announce(text);
+  if (note.textContent !== text) note.textContent = text;  // a status, which is read out whenever it is set
+  const focused = shelf.contains(document.activeElement) ? document.activeElement : null, { id } = focused?.closest('li').dataset || {};
   shelf.replaceChildren(...found.map(card));
   if (more) shelf.append(h('li', { class: 'more' }, button('Show more', more)));
+  if (id) $(`[data-id="${CSS.escape(id)}"] [title="${CSS.escape(focused.title)}"]`, shelf)?.focus();
 };
 
 let asked = 0;  // how often the shelf was asked for something; an answer that is overtaken is not shown
@@ -113,7 +114,7 @@ const addForm = () => {
     },
   }, field('Image or text', 'file', { type: 'file', required: true }),
   field('Title', 'title', { type: 'text', maxlength: 200 }, 'Left empty, it is the name of the file.'),
-  field('Description', 'description', { type: 'text', maxlength: 2000 }, 'What it shows, in a sentence; searches read it.'),
+  field('Description', 'description', { type: 'text', maxlength: 2000 }, 'What it shows, in a sentence. It is shown with the reference; searches look at the content only.'),
   h('div', { class: 'row' }, h('button', { class: 'button primary' }, 'Add')), said);
   return h('details', { class: 'panel add-reference' }, h('summary', {}, 'Add a reference'), made);
 };

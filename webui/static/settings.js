@@ -10,7 +10,8 @@ const field = (id, label, input, hint) => h('div', { class: 'field' }, h('label'
 const number = (id, key, { min, max, step }) => h('input', {
   id, type: 'number', min, max, step, value: store.settings[key], 'aria-describedby': `${id}-hint`,
   onchange: (event) => {
-    const value = Math.min(max, Math.max(min, Number(event.target.value) || min));
+    const wanted = event.target.value === '' ? store.DEFAULTS[key] : Number(event.target.value);
+    const value = Math.min(max, Math.max(min, wanted));
     event.target.value = value;
     store.keep({ [key]: value });
   },

@@ -13,14 +13,14 @@ export const DEFAULTS = {
 let base = null, name = '', channel = null;
 
 /** Opens what is kept for a user; nothing of another user is ever read. `changed` is called when another tab has
- * changed a chat. Returns what this browser does not keep, in words; '' if it keeps everything. */
+ * changed a chat (its id; '' for all), or was closed while it answered some of its turns (and their ids). Returns what this browser does not keep, in words; '' if it keeps everything. */
 export const open = async (user, changed) => {
   name = `mpic/${user}`;
   const opened = await openDatabase(name).catch(() => null);
   base = opened || inMemory();
   try {
     channel = new BroadcastChannel(name);
-    channel.onmessage = (event) => changed(event.data);
+    channel.onmessage = ({ data }) => changed(data.id ?? data, data.left ?? []);
   } catch { channel = null; }
   return [!opened && 'chats', !local.works() && 'drafts and settings'].filter(Boolean).join(', ');
 };
@@ -53,6 +53,8 @@ export const remove = async (id) => {
   keepDraft(id, '');
   channel?.postMessage(id);
 };
+/** Tells other tabs that this page is left while it answers these turns of a chat. */
+export const leave = (id, turns) => channel?.postMessage({ id, left: turns });
 export const clear = async () => {
   await base.clear();
   local.remove(`${name}/drafts`);

@@ -49,6 +49,10 @@ const found = (run, open) => {
     picture({ kind: one.kind, id: one.reference_id, version: one.version }), one.title))));
 };
 
+const ADVICE = {
+  context_length_exceeded: ' Delete earlier turns, or begin a new chat.',
+  unknown_handle: ' It may be misspelt, or the file was renamed or deleted, or has expired. Type IMAGE# or FILE# in the question to choose a file.',
+};
 const body = (run, other) => {
   if (run.state === 'queued') return h('p', { class: 'hint' }, 'Waiting for the server; it is asked again as soon as it is back.');
   if (run.state === 'waiting') return h('div', { class: 'text dots', role: 'img', 'aria-label': 'waiting for the first token' }, h('i'), h('i'), h('i'));
@@ -57,7 +61,7 @@ const body = (run, other) => {
       : h('div', { class: `text${run.state === 'writing' ? ' writing' : ''}` }, markdown(run.text));
   if (run.state !== 'failed') return text || h('div', { class: 'text hint' }, 'The answer is empty.');
   const code = run.error?.code || 'internal_error';
-  const advice = code === 'context_length_exceeded' ? ' Delete earlier turns, or begin a new chat.' : '';
+  const advice = ADVICE[code] || '';
   return [text, h('p', { class: 'error', role: 'alert' }, h('b', {}, 'No answer. '), `${run.error?.message || ''}.${advice} `.replace(/([.!?])\./, '$1'), h('code', {}, code))];
 };
 
@@ -88,9 +92,11 @@ const verdict = ({ answer, again }) => {
   const same = answer.text.trim() === again.text.trim(), won = again.usage.mpic.ms.ttft - answer.usage.mpic.ms.ttft;
   const fewer = saved(answer.usage) - saved(again.usage);
   const time = won >= 0 ? `${ms(won)} sooner` : `${ms(-won)} later`;
+  const sampled = !same && (answer.temperature || again.temperature)
+    ? ` At temperature ${answer.temperature} two answers may differ by chance; 0 in the settings compares fairly.` : '';
   return h('p', { class: `verdict ${same ? 'same' : 'differs'}` },
     h('b', {}, same ? 'Reuse did not change the answer. ' : 'The answers differ; what differs is marked. '),
-    `With reuse the first token came ${time}, and ${fewer} fewer tokens were computed.`);
+    `With reuse the first token came ${time}, and ${fewer} fewer tokens were computed.${sampled}`);
 };
 
 const runOf = (turn, run, other, view) => {

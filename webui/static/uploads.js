@@ -1,7 +1,7 @@
 // Uploads by button, drop and paste.
 import { $, button, fold, h, iconButton, mention } from './dom.js';
 import { upload } from './api.js';
-import { toast } from './ui.js';
+import { announce, toast } from './ui.js';
 import { insert } from './box.js';
 import { expectChange, known, refresh } from './files.js';
 
@@ -20,6 +20,12 @@ const freeHandle = (base, refused) => {
   }
 };
 
+/** Shows what is uploaded above the question, where the library is out of sight. */
+export const placeUploads = (aboveQuestion) => {
+  if (aboveQuestion) $('#chips').before($('#uploads'));
+  else $('#file-list').before($('#uploads'));
+};
+
 /** Uploads one file under a free handle, or under this one; returns what the server says of it, null if it refused. A
  * file that was refused stays with a button to try again, and then `added` is called. */
 export const uploadFile = async (file, handle = '', added = refresh) => {
@@ -31,10 +37,12 @@ export const uploadFile = async (file, handle = '', added = refresh) => {
     line.className = 'upload';
     line.removeAttribute('role');
     line.replaceChildren(h('span', {}, file.name), bar);
+    announce(`Adding ${file.name}.`);
     for (;;) {
       try {
         const made = await upload('/v1/files', { purpose: 'user_data', handle: wanted, file }, (share) => { bar.value = share; });
         line.remove();
+        announce(`Added ${mention(made)}.`);
         expectChange();
         return made;
       } catch (error) {
@@ -63,6 +71,7 @@ const uploadAll = async (list) => {
 };
 
 const hasFiles = (event) => [...(event.dataTransfer?.types || [])].includes('Files');
+const takenByField = (event) => event.target.matches?.('input[type=file]');  // the browser puts the file into it
 let depth = 0;
 /** Connects the buttons, drops and pastes. */
 export const startUploads = () => {
@@ -72,11 +81,11 @@ export const startUploads = () => {
   const over = (on) => document.body.classList.toggle('dropping', on);
   document.addEventListener('dragenter', (event) => { if (hasFiles(event)) { depth += 1; over(true); } });
   document.addEventListener('dragleave', (event) => { if (hasFiles(event) && --depth <= 0) { depth = 0; over(false); } });
-  document.addEventListener('dragover', (event) => { if (hasFiles(event)) event.preventDefault(); });
+  document.addEventListener('dragover', (event) => { if (hasFiles(event) && !takenByField(event)) event.preventDefault(); });
   document.addEventListener('drop', (event) => {
     depth = 0;
     over(false);
-    if (!hasFiles(event)) return;
+    if (!hasFiles(event) || takenByField(event)) return;
     event.preventDefault();
     uploadAll([...event.dataTransfer.files]);
   });
