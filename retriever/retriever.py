@@ -24,7 +24,7 @@ from mpic.errors import (
 from mpic.imaging.budget import Budget
 from mpic.library.records import Change, Reference
 from mpic.retriever.batch import Failures, embed_each
-from mpic.retriever.embedder import Embedder
+from mpic.retriever.embedder import BATCH, Embedder
 from mpic.retriever.retries import Retries, passing, soonest
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 MAX_TOP_K = 100
 MAX_GUESSES = 4
-BATCH = 64
 BATCH_PIXELS = 4 << 20
 """Images are embedded as soon as those that are decoded have this many pixels together."""
 SEARCHES_WAITING = 16
@@ -178,7 +177,8 @@ class Retriever:
             if self._stopping or self._guesses >= MAX_GUESSES:
                 return
             self._guesses += 1
-        self._guessing.submit(work, *args).add_done_callback(self._guessed)
+            started = self._guessing.submit(work, *args)  # under the lock, so that no close comes between
+        started.add_done_callback(self._guessed)
 
     def _guessed(self, done: Future[None]) -> None:
         with self._work:
@@ -348,8 +348,6 @@ class Retriever:
             kept = [reference for reference, _ in embedded]
             self.counters["embedded"] += opened.put(kept, vectors)
             self._settled([reference.id for reference in kept])
-            if opened.mismatch:  # the last reference without a vector may have been tried again
-                opened.mismatch = opened.rows.others()
 
     def _settled(self, ids: Sequence[str]) -> None:
         """Forgets that references have failed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from sqlite3 import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,21 @@ from mpic.retriever.embedder import EmbedderName
 COMPARISONS = {"gt": ">", "gte": ">=", "lt": "<", "lte": "<=", "ne": "!="}
 FIELDS = ("id", "kind", "title")
 FILTER_KEYS = METADATA_KEYS + len(FIELDS)
+
+
+class StoredVector(NamedTuple):
+    """A vector that was committed.
+
+    Args:
+        at: its position among those that were given.
+        id: its id, which no vector has had before. So whoever still finds the vector before it by its id sees that it is
+            gone, and does not take its score for this one's.
+        replaced: id of the vector before it, of an older version of the reference, or None.
+    """
+
+    at: int
+    id: int
+    replaced: int | None
 
 
 class VectorRows:
@@ -39,8 +54,8 @@ class VectorRows:
         """Returns a number that grows with every change of this embedder's vectors."""
         return self._catalog.one("SELECT revision FROM embedders WHERE id = ?", self.embedder)["revision"]
 
-    def put(self, references: Sequence[Reference], vectors: np.ndarray) -> list[tuple[int, int]]:
-        """Commits the vectors of references; returns (position, vector id) of the references that are still current."""
+    def put(self, references: Sequence[Reference], vectors: np.ndarray) -> list[StoredVector]:
+        """Commits the vectors of references; returns those of the references that are still current."""
         kept = []
         with self._catalog.write() as db:
             for at, (reference, vector) in enumerate(zip(references, vectors, strict=True)):
@@ -49,17 +64,15 @@ class VectorRows:
                 same = "id = ? AND version = ? AND kind = ? AND digest = ?"
                 if not db.execute(f"SELECT 1 FROM refs WHERE {same}", name).fetchone():
                     continue
-                db.execute(
-                    "INSERT INTO vectors (embedder, reference, version, vector) VALUES (?, ?, ?, ?) "
-                    "ON CONFLICT (embedder, reference) "
-                    "DO UPDATE SET version = excluded.version, vector = excluded.vector",
-                    (self.embedder, reference.id, reference.version, vector.astype("<f4").tobytes()),
-                )
-                row = db.execute(
-                    "SELECT id FROM vectors WHERE embedder = ? AND reference = ?",
+                before = db.execute(
+                    "DELETE FROM vectors WHERE embedder = ? AND reference = ? RETURNING id",
                     (self.embedder, reference.id),
                 ).fetchone()
-                kept.append((at, row["id"]))
+                id = db.execute(
+                    "INSERT INTO vectors (embedder, reference, version, vector) VALUES (?, ?, ?, ?)",
+                    (self.embedder, reference.id, reference.version, vector.astype("<f4").tobytes()),
+                ).lastrowid
+                kept.append(StoredVector(at, id, before and before["id"]))
             self._revise(db)
         return kept
 
@@ -73,15 +86,11 @@ class VectorRows:
             self._revise(db)
         return [row["id"] for row in gone]
 
-    def sweep(self) -> list[int]:
-        """Deletes the vectors of references that are gone; returns the ids of this embedder's."""
-        orphans = "reference NOT IN (SELECT id FROM refs)"
-        gone = self._catalog.read(f"SELECT id FROM vectors WHERE embedder = ? AND {orphans}", self.embedder)
-        if gone:
-            with self._catalog.write() as db:
-                db.execute(f"DELETE FROM vectors WHERE {orphans}")
+    def sweep(self) -> None:
+        """Deletes the vectors of references that are gone, those of every embedder."""
+        with self._catalog.write() as db:
+            if db.execute("DELETE FROM vectors WHERE reference NOT IN (SELECT id FROM refs)").rowcount:
                 self._revise(db)
-        return [row["id"] for row in gone]
 
     def load(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns all ids ``[n]`` int64 and vectors ``[n, dimension]`` fp32."""

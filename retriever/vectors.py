@@ -62,14 +62,22 @@ class Vectors:
             vectors: ``[len(references), dimension]`` fp32 of length 1.
         """
         stored = self.rows.put(references, vectors)
+        replaced = [one.replaced for one in stored if one.replaced is not None]
+
+        def change() -> None:
+            self.index.put([one.id for one in stored], vectors[[one.at for one in stored]])
+            self.index.remove(replaced)
+
         if stored:
-            self._show(lambda: self.index.put([id for _, id in stored], vectors[[at for at, _ in stored]]))
+            self._show(change)
+            self._look_for_others()
         return len(stored)
 
     def remove(self, reference: str) -> None:
         """Deletes the vectors that any embedder made of a reference."""
         gone = self.rows.remove(reference)
         self._show(lambda: self.index.remove(gone))
+        self._look_for_others()
 
     def save(self) -> None:
         """Writes the index if its file is not up to date; without the file, the next start rebuilds it. An index that
@@ -89,6 +97,11 @@ class Vectors:
         self.index.check()
         if self.index.ids() != self.rows.ids():
             raise IntegrityError("the vector index and the catalogue disagree")
+
+    def _look_for_others(self) -> None:
+        """Ends the mismatch with the last reference of which only another embedder has a vector."""
+        if self.mismatch:
+            self.mismatch = self.rows.others()
 
     def _show(self, change: Callable[[], object]) -> None:
         """Brings the index up to date with a change of the rows. If that fails, the index is made anew; if that fails

@@ -57,8 +57,8 @@ RETRIEVAL = {
 
 
 def menu(forms: list[str], default: str) -> list[dict[str, Any]]:
-    """Returns the concrete policies to choose from, the common ones first: ``name``, ``about``, ``uses_chunks``, and if it
-    was measured ``lost`` and ``fewer``.
+    """Returns the concrete policies to choose from, the common ones first: ``name``, ``about``, ``uses_chunks``, and
+    ``lost`` and ``fewer`` if it was measured.
 
     Args:
         forms: syntax of the policies that the server offers (``mpic-K``).

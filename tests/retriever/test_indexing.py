@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import weakref
 from unittest.mock import Mock
 
@@ -341,3 +342,47 @@ def test_vectors_are_unit_and_batched(open_shelf):
     assert sum(shelf.embedder.batches) == 20
     ids, vectors = shelf.retriever._opened().rows.load()
     assert len(ids) == 20 and np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+
+
+def test_a_new_version_is_not_found_by_the_score_of_the_old_one_before_the_index_has_it(open_shelf):
+    shelf = open_shelf()
+    shelf.add("a lamp", id="ref_a")
+    index = shelf.retriever._opened().index
+    put, entered, gate = index.put, threading.Event(), threading.Event()
+
+    def held(*arguments):
+        entered.set()
+        assert gate.wait(60)
+        return put(*arguments)
+
+    index.put = held
+    asyncio.run(shelf.library.references.replace("ref_a", b"some boat"))
+    assert entered.wait(60)
+    found = titles(shelf, "a lamp")  # the catalogue has the new vector, the index the old one
+    gate.set()
+    assert found == [] and shelf.retriever.flush()
+    assert shelf.retriever.search(Query("some boat"))[0].score > 0.99
+    shelf.retriever.check()
+
+
+def test_a_search_that_comes_while_the_retriever_closes_is_dropped_without_an_error(open_shelf):
+    shelf = open_shelf()
+    retriever = shelf.retriever
+    submit = retriever._guessing.submit
+
+    def closed_meanwhile(*arguments):
+        closing = threading.Thread(target=retriever.close)
+        closing.start()
+        closing.join(0.5)
+        try:
+            return submit(*arguments)
+        finally:
+            ends.append(closing)
+
+    ends, done = [], threading.Event()
+    retriever._guessing.submit = closed_meanwhile
+    retriever.soon(done.set)
+    ends[0].join(60)
+    assert retriever._guesses == 0
+    retriever.soon(done.set)  # after the end
+    assert retriever._guesses == 0 and len(ends) == 1

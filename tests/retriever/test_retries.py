@@ -8,7 +8,7 @@ import pytest
 from library_tools import Clock
 from retriever_tools import HashEmbedder, picture, titles, wait, wait_for_problem
 
-from mpic.errors import CorruptFile, DatabaseBusy, DecoderBusy, OutOfMemory, StorageFull
+from mpic.errors import CorruptFile, DatabaseBusy, DecoderBusy, EmbedderMismatch, OutOfMemory, StorageFull
 from mpic.library import Change
 from mpic.retriever import retries
 from mpic.retriever.retries import Retries
@@ -156,3 +156,28 @@ def test_exhausted_memory_is_not_held_against_a_reference(open_shelf, at_once):
     shelf.add("a lamp", "lamp", flush=False)
     assert wait(shelf) and titles(shelf, "a lamp") == ["lamp"]
     assert shelf.retriever.status()["failed"] == []
+
+
+def test_vectors_of_another_embedder_stand_in_the_way_only_while_there_are_some(open_shelf):
+    shelf = open_shelf()
+    shelf.add("a lamp", id="ref_lamp")
+    shelf.add(picture("red"), id="ref_red")
+    shelf = open_shelf(HashEmbedder("w2"))
+    with pytest.raises(EmbedderMismatch):
+        titles(shelf, "x")
+    shelf.library.references.remove("ref_lamp")
+    assert shelf.retriever.flush() and len(shelf.retriever.status()["mismatch"]) == 1
+    shelf.library.references.image = failing(1, CorruptFile("damaged"), None)
+    shelf.retriever._changed(Change("replaced", shelf.library.references.get("ref_red")))
+    assert shelf.retriever.flush() and shelf.retriever.status()["mismatch"] == []
+    assert titles(shelf, "x") == []
+
+
+def test_a_removal_is_enough_where_another_embedder_stood_in_the_way(open_shelf):
+    shelf = open_shelf()
+    shelf.add("a lamp", id="ref_lamp")
+    shelf = open_shelf(HashEmbedder("w2"))
+    with pytest.raises(EmbedderMismatch):
+        titles(shelf, "x")
+    shelf.library.references.remove("ref_lamp")
+    assert shelf.retriever.flush() and titles(shelf, "x") == []
