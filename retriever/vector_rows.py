@@ -25,8 +25,8 @@ class StoredVector(NamedTuple):
 
     Args:
         at: its position among those that were given.
-        id: its id, which no vector has had before. So whoever still finds the vector before it by its id sees that it is
-            gone, and does not take its score for this one's.
+        id: its id, which no vector has had before. A search that still finds the vector before it thus sees that this one
+            is gone, and does not take its score for the new one's.
         replaced: id of the vector before it, of an older version of the reference, or None.
     """
 
@@ -64,27 +64,23 @@ class VectorRows:
                 same = "id = ? AND version = ? AND kind = ? AND digest = ?"
                 if not db.execute(f"SELECT 1 FROM refs WHERE {same}", name).fetchone():
                     continue
-                before = db.execute(
-                    "DELETE FROM vectors WHERE embedder = ? AND reference = ? RETURNING id",
-                    (self.embedder, reference.id),
-                ).fetchone()
+                before = self._id(db, reference.id)
+                db.execute("DELETE FROM vectors WHERE id = ?", (before,))
                 id = db.execute(
                     "INSERT INTO vectors (embedder, reference, version, vector) VALUES (?, ?, ?, ?)",
                     (self.embedder, reference.id, reference.version, vector.astype("<f4").tobytes()),
                 ).lastrowid
-                kept.append(StoredVector(at, id, before and before["id"]))
+                kept.append(StoredVector(at, id, before))
             self._revise(db)
         return kept
 
-    def remove(self, reference: str) -> list[int]:
-        """Deletes a reference's vectors of every embedder; returns the ids of this embedder's."""
+    def remove(self, reference: str) -> int | None:
+        """Deletes a reference's vectors of every embedder; returns the id of this embedder's, if there was one."""
         with self._catalog.write() as db:
-            gone = db.execute(
-                "SELECT id FROM vectors WHERE embedder = ? AND reference = ?", (self.embedder, reference)
-            ).fetchall()
+            gone = self._id(db, reference)
             db.execute("DELETE FROM vectors WHERE reference = ?", (reference,))
             self._revise(db)
-        return [row["id"] for row in gone]
+        return gone
 
     def sweep(self) -> None:
         """Deletes the vectors of references that are gone, those of every embedder."""
@@ -164,6 +160,12 @@ class VectorRows:
             *values,
         )
         return np.fromiter((row["id"] for row in rows), np.int64, len(rows))
+
+    def _id(self, db: Connection, reference: str) -> int | None:
+        row = db.execute(
+            "SELECT id FROM vectors WHERE embedder = ? AND reference = ?", (self.embedder, reference)
+        ).fetchone()
+        return row and row["id"]
 
     def _revise(self, db: Connection) -> None:
         db.execute("UPDATE embedders SET revision = revision + 1")

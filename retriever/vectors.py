@@ -76,7 +76,7 @@ class Vectors:
     def remove(self, reference: str) -> None:
         """Deletes the vectors that any embedder made of a reference."""
         gone = self.rows.remove(reference)
-        self._show(lambda: self.index.remove(gone))
+        self._show(lambda: self.index.remove([] if gone is None else [gone]))
         self._look_for_others()
 
     def save(self) -> None:
