@@ -13,9 +13,11 @@ BENCH ?= $(if $(filter vllm,$(ENGINE)),ttft serving,ttft flat memory decode load
 FUZZ  ?= 300
 SOAK_SECONDS ?= 600
 ARGS  ?=
-# How the suite is spread over processes (pytest-xdist): one more than cores, since tests wait for servers and clients,
-# and at most four. PROCESSES= runs it in one.
-PROCESSES ?= -n $(shell $(PYTHON) -c 'import os; print(min(4, (os.cpu_count() or 1) + 1))')
+# How the suite is spread over processes (pytest-xdist): one more than the cores it may use, since tests wait for servers
+# and clients, and at most four. PROCESSES= runs it in one.
+PROCESSES ?= -n $(shell $(PYTHON) -c 'import os; \
+  cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1; \
+  print(min(4, cores + 1))')
 # A test that fails is run once more. If it passes then, the run does, and its end shows the first failure under RERUN.
 RERUNS ?= --reruns 1 --rerun-show-tracebacks -rR
 
@@ -90,7 +92,7 @@ lint: setup-dev ## check the code with ruff, without changing it
 	@cd "$(ROOT)" && "$(BIN)/ruff" check && "$(BIN)/ruff" format --check
 
 format: setup-dev ## fix what ruff can fix, and format the code
-	@cd "$(ROOT)" && "$(BIN)/ruff" check --fix; "$(BIN)/ruff" format
+	@cd "$(ROOT)" && status=0; "$(BIN)/ruff" check --fix || status=1; "$(BIN)/ruff" format && exit $$status
 
 clean: ## remove .venv, caches and build output
 	@cd "$(ROOT)" && rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

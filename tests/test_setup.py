@@ -2,13 +2,18 @@
 
 import importlib
 import importlib.util
+import json
+import os
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+
+from mpic.server.shutdown import FORCED
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {name: f"mpic.{name}" for name in ("kernels", "retriever", "webui", "data")}
@@ -166,6 +171,28 @@ def test_make_bench_keeps_the_results_of_both_engines():
     assert "/bench/$name-vllm.json" in commands("bench", "ENGINE=vllm")
 
 
+def test_make_format_formats_and_fails_where_ruff_cannot_fix_what_it_finds(tmp_path):
+    (tmp_path / "bin").mkdir()
+    for name in ("python", "ruff"):
+        stub = tmp_path / "bin" / name
+        stub.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/ran\n[ "$1" != check ]\n')
+        stub.chmod(0o755)
+    (tmp_path / ".setup-dev").touch()
+    done = subprocess.run(["make", "-C", ROOT, "format", f"VENV={tmp_path}"], capture_output=True)
+    assert (tmp_path / "ran").read_text().splitlines() == ["check --fix", "format"]
+    assert done.returncode != 0
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="only Linux keeps a process to some cores")
+def test_make_test_counts_the_cores_that_it_may_use():
+    allowed = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        assert "pytest -n 2 " in commands("test")
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
 CUDA_BUILT = "raise OSError('Could not load this library: libthing.so')\n"
 
 
@@ -217,3 +244,39 @@ def test_constraints_are_sorted_releases():
 
 def normal(name):
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@pytest.fixture
+def try_image(monkeypatch):
+    """``tools/try_image.py`` with a container that answers with ``answer`` and whose server ends with ``status``."""
+    tool = load(ROOT / "tools" / "try_image.py")
+
+    def attempt(answer, status):
+        config = {"Entrypoint": ["mpic"], "Cmd": ["serve"], "Healthcheck": {"Test": ["CMD", "probe"]}}
+        inspected = json.dumps({"Docker": {"config": config}})
+        said = {"inspect": inspected, "chat": answer}
+        monkeypatch.setattr(
+            tool, "buildah", lambda *words: next((said[w] for w in said if w in words), "words of it")
+        )
+        ended = Mock(poll=Mock(return_value=status), returncode=status)
+        monkeypatch.setattr(subprocess, "Popen", Mock(return_value=ended))
+        monkeypatch.setattr(subprocess, "run", Mock(return_value=Mock(returncode=0)))
+        tool.attempt("an image")
+
+    attempt.tool = tool
+    return attempt
+
+
+def test_the_image_is_asked_a_sample_question_with_its_answer(try_image):
+    samples = json.loads((ROOT / "data" / "samples-large" / "manifest.json").read_text(encoding="utf-8"))
+    tool = try_image.tool
+    asked = [q for q in samples["questions"] if q["messages"][-1]["content"] == tool.QUESTION]
+    assert [q["expected"] for q in asked] == [tool.ANSWER] and tool.FORCED == FORCED
+
+
+def test_an_image_that_answers_wrong_or_whose_server_ends_by_force_has_failed(try_image):
+    try_image(" red\n", 1)
+    with pytest.raises(AssertionError, match="not red: blue"):
+        try_image("blue", 1)
+    with pytest.raises(AssertionError, match="by force"):
+        try_image("red", FORCED)

@@ -27,7 +27,11 @@ FOLDER = ROOT / "var/image"
 STORE = ["--root", FOLDER / "store", "--runroot", FOLDER / "run", "--storage-driver", "vfs"]
 NAME = "mpic"
 READY_SECONDS = 600
-QUESTION = "IMAGE#EIFFEL2025 What is the colour of the ring?"
+QUESTION, ANSWER = "IMAGE#EIFFEL2025 What is the colour of the circle in image EIFFEL2025?", "red"
+"""One of the sample questions, with what is expected."""
+FORCED = 70
+"""Exit status of a server that could not close everything (``mpic.server.shutdown``). buildah has 1 for SIGTERM, with
+which the others end."""
 
 
 def buildah(*words: object, **options: object) -> str:
@@ -90,12 +94,15 @@ def attempt(image: str) -> None:
         print(f"ready after {time.monotonic() - start:.0f} s, as user {buildah(*run, 'id', '-un')}")
         asked = [f"MPIC_API_KEY={key}", *mpic]
         print(buildah(*run, "env", *asked, "upload", "/opt/mpic/data/samples-large/eiffel2025.png"))
-        print(buildah(*run, "env", *asked, "chat", "-m", QUESTION))
+        answer = buildah(*run, "env", *asked, "chat", "-m", QUESTION)
+        print(answer)
     finally:
         if server.poll() is None:
             os.kill(server_process(server.pid), signal.SIGTERM)
             server.wait(timeout=60)
         buildah("rm", container)
+    assert ANSWER in answer, f"the answer is not {ANSWER}: {answer}"
+    assert server.returncode != FORCED, "the server has ended by force"
 
 
 def server_process(pid: int) -> int:
