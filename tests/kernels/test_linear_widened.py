@@ -45,6 +45,7 @@ def test_products_are_exact_but_for_one_rounding_however_they_are_cut(
     out = torch.empty(rows, outputs, dtype=BF16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear_widened, "PANEL_BYTES", panel)
+        patch.setattr(linear_widened, "PANEL_OUTPUTS", 1)
         patch.setattr(linear_widened, "ROWS", block)
         KERNEL(x, [by], [out])
     assert_exact(out, x, by)
