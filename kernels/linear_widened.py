@@ -18,8 +18,8 @@ from mpic.kernels import linear
 from mpic.kernels.linear import Product
 
 PANEL_BYTES, PANEL_OUTPUTS = 8 << 20, 512
-"""Bytes of a panel in fp32, and the outputs that it has at least. What is multiplied with it stays near the cores; with a
-megabyte, or with 230 of 1,536 outputs, products reach two thirds of the speed, because threads meet behind each."""
+"""Bytes of a panel in fp32, and the outputs that it has at least. What is multiplied with it stays near the cores. With
+a megabyte, or with 230 of 1,536 outputs, products reach two thirds of the speed, because threads meet behind each."""
 LEAST_ROWS = {True: 80, False: 17}
 """Rows from which it was measured to be the fastest, with products of pairs and without. With them torch is as fast at
 64 rows, and takes 1.3 times as long at 128 and 1.6 times as long at 512; without them ``linear.c`` is as fast at 16."""
