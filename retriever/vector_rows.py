@@ -25,8 +25,8 @@ class StoredVector(NamedTuple):
 
     Args:
         at: its position among those that were given.
-        id: its id, which no vector has had before. A search that still finds the vector before it thus sees that this one
-            is gone, and does not take its score for the new one's.
+        id: its id, which no vector has had before. Otherwise a search that still finds the vector before it in the
+            index would take its score for the new one's.
         replaced: id of the vector before it, of an older version of the reference, or None.
     """
 

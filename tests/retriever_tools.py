@@ -94,12 +94,10 @@ def titles(shelf, text="", **options):
 
 def wait(shelf) -> bool:
     """Waits until reindexing has ended and nothing has to be tried again; False after a minute."""
-    retriever = shelf.retriever
-    ended = lambda: (
-        not (retriever._changes or retriever._catching_up or retriever._busy or retriever._retries)
-    )
-    with retriever._work:
-        return retriever._work.wait_for(ended, 60)
+    indexer = shelf.retriever.indexer
+    ended = lambda: not (indexer._changes or indexer._catching_up or indexer._busy or indexer._retries)
+    with indexer._work:
+        return indexer._work.wait_for(ended, 60)
 
 
 def wait_for_problem(shelf, failures: int = 1) -> bool:

@@ -14,8 +14,7 @@ from retriever_tools import HashEmbedder, Held, picture, titles, wait, wait_for_
 
 from mpic.errors import EmbedderMismatch, EmbedderUnavailable, EmbeddingFailed
 from mpic.library import Change
-from mpic.retriever import Embedder, Query
-from mpic.retriever import retriever as retriever_module
+from mpic.retriever import Embedder, Query, indexer
 
 
 def test_a_restart_reads_the_index_file_and_a_damaged_or_stale_one_is_rebuilt_and_reported(
@@ -60,7 +59,7 @@ def test_an_index_file_without_a_vector_of_the_catalogue_is_rebuilt(open_shelf):
     shelf = open_shelf()
     shelf.add("a lamp", "lamp")
     shelf.add("a boat", "boat")
-    opened = shelf.retriever._opened()
+    opened = shelf.retriever.indexer.opened()
     opened.index.remove(opened.rows.ids() - {min(opened.rows.ids())})
     shelf = open_shelf()
     assert titles(shelf, "a boat", top_k=1) == ["boat"]
@@ -72,7 +71,7 @@ def test_a_vector_that_did_not_reach_the_index_is_found_nevertheless(open_shelf,
     """Its row has been committed; without the rebuild, the index would be saved without it as up to date."""
     shelf = open_shelf()
     shelf.add("a boat", "boat", id="ref_a")
-    opened = shelf.retriever._opened()
+    opened = shelf.retriever.indexer.opened()
     monkeypatch.setattr(opened.index, "put", Mock(side_effect=MemoryError()))
     if not rebuilds:
         monkeypatch.setattr(opened.rows, "load", Mock(side_effect=MemoryError()))
@@ -214,7 +213,7 @@ def test_one_image_of_a_query_is_decoded_at_a_time(open_shelf):
 
 
 def test_large_references_are_decoded_one_at_a_time_and_small_ones_embedded_together(open_shelf, monkeypatch):
-    monkeypatch.setattr(retriever_module, "BATCH_PIXELS", 30 * 16 * 16)
+    monkeypatch.setattr(indexer, "BATCH_PIXELS", 30 * 16 * 16)
     colours = ("red", "green", "blue", "yellow", "pink", "gray", "white", "black")
     shelf = open_shelf()
     for i, colour in enumerate(colours):
@@ -264,7 +263,7 @@ def test_an_embedder_that_fails_completely_is_reported_without_blaming_reference
 def test_a_change_reported_late_does_not_hide_the_present_state(open_shelf):
     shelf = open_shelf()
     reference = shelf.add("a lamp", "lamp")
-    shelf.retriever._changed(Change("removed", reference))
+    shelf.retriever.indexer._changed(Change("removed", reference))
     assert shelf.retriever.flush() and titles(shelf, "a lamp") == ["lamp"]
 
 
@@ -326,7 +325,7 @@ def test_an_id_used_again_while_it_is_embedded_does_not_get_the_old_vector(open_
     shelf.library.references.remove("ref_a")
     again = shelf.add("some boat", flush=False, id="ref_a")
     assert again.version == 1  # nothing was left of the one before
-    rows = shelf.retriever._opened().rows
+    rows = shelf.retriever.indexer.opened().rows
     put = rows.put
     rows.put = lambda *args: told.append(put(*args)) or told[-1]
     held.release()
@@ -340,14 +339,14 @@ def test_vectors_are_unit_and_batched(open_shelf):
         shelf.add(f"w{i}", flush=False)
     shelf.retriever.flush()
     assert sum(shelf.embedder.batches) == 20
-    ids, vectors = shelf.retriever._opened().rows.load()
+    ids, vectors = shelf.retriever.indexer.opened().rows.load()
     assert len(ids) == 20 and np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
 
 
 def test_a_new_version_is_not_found_by_the_score_of_the_old_one_before_the_index_has_it(open_shelf):
     shelf = open_shelf()
     shelf.add("a lamp", id="ref_a")
-    index = shelf.retriever._opened().index
+    index = shelf.retriever.indexer.opened().index
     put, entered, gate = index.put, threading.Event(), threading.Event()
 
     def held(*arguments):

@@ -93,7 +93,7 @@ def test_a_reference_that_is_damaged_for_good_loses_its_vectors(open_shelf):
     shelf = open_shelf()
     shelf.add(picture("red"), id="ref_red")
     shelf.library.references.image = failing(1, CorruptFile("damaged"), None)
-    shelf.retriever._changed(Change("replaced", shelf.library.references.get("ref_red")))
+    shelf.retriever.indexer._changed(Change("replaced", shelf.library.references.get("ref_red")))
     assert shelf.retriever.flush() and shelf.retriever.status()["vectors"] == 0
 
 
@@ -101,7 +101,7 @@ def test_a_reference_that_is_damaged_for_good_loses_its_vectors(open_shelf):
 def test_a_batch_that_fails_is_indexed_later(open_shelf, at_once, error):
     shelf = open_shelf()
     titles(shelf, "x")
-    rows = shelf.retriever._opened().rows
+    rows = shelf.retriever.indexer.opened().rows
     rows.put = failing(3, error, rows.put)
     shelf.add("a lamp", "lamp", flush=False)
     assert wait_for_problem(shelf, 3) and wait(shelf)
@@ -111,7 +111,7 @@ def test_a_batch_that_fails_is_indexed_later(open_shelf, at_once, error):
 def test_a_removal_that_fails_is_made_later(open_shelf, at_once):
     shelf = open_shelf()
     shelf.add("a lamp", id="ref_lamp")
-    rows = shelf.retriever._opened().rows
+    rows = shelf.retriever.indexer.opened().rows
     rows.remove = failing(3, DatabaseBusy("busy"), rows.remove)
     shelf.library.references.remove("ref_lamp")
     assert wait_for_problem(shelf, 3) and wait(shelf)
@@ -125,7 +125,7 @@ def test_reindexing_goes_on_after_batches_that_fail(open_shelf, at_once):
     assert shelf.retriever.flush()
     shelf = open_shelf(HashEmbedder("w2"))
     shelf.retriever.status()
-    rows = shelf.retriever._opened().rows
+    rows = shelf.retriever.indexer.opened().rows
     put, calls = rows.put, []
 
     def every_other_fails(*arguments):
@@ -168,7 +168,7 @@ def test_vectors_of_another_embedder_stand_in_the_way_only_while_there_are_some(
     shelf.library.references.remove("ref_lamp")
     assert shelf.retriever.flush() and len(shelf.retriever.status()["mismatch"]) == 1
     shelf.library.references.image = failing(1, CorruptFile("damaged"), None)
-    shelf.retriever._changed(Change("replaced", shelf.library.references.get("ref_red")))
+    shelf.retriever.indexer._changed(Change("replaced", shelf.library.references.get("ref_red")))
     assert shelf.retriever.flush() and shelf.retriever.status()["mismatch"] == []
     assert titles(shelf, "x") == []
 

@@ -1,0 +1,262 @@
+"""The indexer keeps the vectors of all references up to date, on a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+
+from mpic.errors import EmbeddingFailed, MPICError, ReferenceNotFound
+from mpic.library.records import Change, Reference
+from mpic.retriever.batch import Failures, embed_each
+from mpic.retriever.embedder import BATCH, Embedder
+from mpic.retriever.retries import Retries, passing, soonest
+
+if TYPE_CHECKING:
+    from mpic.library import Library
+    from mpic.retriever.vectors import Vectors
+
+BATCH_PIXELS = 4 << 20
+"""Images are embedded as soon as those that are decoded have this many pixels together."""
+CATCH_UP = "catching up"
+log = logging.getLogger(__name__)
+
+
+class ReferenceIndexer:
+    """Embeds changed references, in batches, and is the only one that changes vectors. Thread-safe.
+
+    Args:
+        library: opened; its references are kept indexed from now on.
+
+    Attributes:
+        problem: the error of the last batch that could not be embedded.
+    """
+
+    def __init__(self, library: Library, embedder: Embedder) -> None:
+        self.library, self.embedder = library, embedder
+        self.counters: Counter[str] = Counter()
+        self.problem: str | None = None
+        self._failed = Failures()
+        self._vectors: Vectors | None = None
+        self._opening = threading.Lock()
+        self._changes: OrderedDict[str, Change] = OrderedDict()
+        self._retries = Retries()  # references that are tried again
+        self._rests = Retries()  # catching up, while it waits after a failure
+        self._work = threading.Condition()
+        self._busy = self._stopping = self._catching_up = False
+        self._after = ""
+        library.references.listeners.append(self._changed)
+        self._worker = threading.Thread(target=self._loop, name="mpic-embed", daemon=True)
+        self._worker.start()
+
+    def opened(self) -> Vectors:
+        """Returns the vectors, which are opened when they are first needed. Raises EmbedderUnavailable."""
+        with self._opening:
+            if self._vectors is None:
+                from mpic.retriever.vectors import Vectors  # imports faiss, which a start does not need
+
+                vectors = Vectors(self.library, self.embedder.name)
+                self.counters["index_rebuilt"] += vectors.damaged
+                if not vectors.mismatch and vectors.rows.missing(limit=1):
+                    with self._work:
+                        self._catching_up, self._after = True, ""
+                        self._work.notify_all()
+                self._vectors = vectors
+            return self._vectors
+
+    def flush(self, timeout: float = 60.0) -> bool:
+        """Waits until every change so far is searchable; False if that takes longer than ``timeout`` seconds, or if
+        some have to be tried again."""
+        with self._work:
+            idle = lambda: not self._changes and not self._busy
+            return self._work.wait_for(idle, timeout) and not self._retries
+
+    def reindex(self) -> None:
+        """Embeds every reference that has no vector of this embedder, in the background. It continues where an earlier
+        run stopped; ``status`` tells the progress."""
+        self.opened()
+        with self._work:
+            self._catching_up, self._after, self.problem = True, "", None
+            self._rests.forget([CATCH_UP])
+            self._work.notify_all()
+
+    def status(self) -> dict[str, Any]:
+        """Returns the embedder, and the number of indexed and missing references. Raises EmbedderUnavailable."""
+        vectors = self.opened()
+        references = self.library.references.stats()["references"]
+        with self._work:
+            running = self._catching_up
+        return {
+            "embedder": {**vectors.rows.name._asdict(), "model": self.embedder.model},
+            "references": references,
+            "vectors": len(vectors),
+            "missing": len(vectors.rows.missing()),
+            "reindexing": running,
+            "mismatch": [str(name) for name in vectors.mismatch],
+            "index": vectors.opened_from,
+            "problem": self.problem,
+            "failed": self._failed.listing(),
+        }
+
+    def check(self) -> None:
+        """Checks that the index holds exactly the vectors of the catalogue. Raises IntegrityError."""
+        with self._work:
+            self._work.wait_for(lambda: not (self._changes or self._busy or self._catching_up), 60.0)
+        self.opened().check()
+
+    def close(self) -> None:
+        """Stops and writes the index. Call it before the library is closed. Safe to call twice."""
+        with self._work:
+            self._stopping = True
+            self._work.notify_all()
+        self._worker.join()
+        if self._changed in self.library.references.listeners:
+            self.library.references.listeners.remove(self._changed)
+            if self._vectors is not None:
+                self._vectors.save()
+
+    def _changed(self, change: Change) -> None:
+        """Queues a change, which the library reports after its commit."""
+        with self._work:
+            self._changes[change.reference.id] = change
+            self._work.notify_all()
+
+    # ---- the worker
+
+    def _loop(self) -> None:
+        while (ids := self._next()) is not None:
+            retries, names = (self._retries, ids) if ids else (self._rests, [CATCH_UP])
+            try:
+                if ids:
+                    self._apply(ids)
+                else:
+                    self._catch_up()
+                self.problem = None
+            except Exception as error:
+                self.problem = str(error)
+                self.counters["failed_batches"] += 1
+                ours = isinstance(error, MPICError)
+                log.error("references could not be indexed, to be tried again: %s", error, exc_info=not ours)
+                with self._work:
+                    retries.failed(names)
+
+    def _next(self) -> list[str] | None:
+        """Waits for work. Returns the ids of references that have changed or are tried again; none to catch up; None to
+        stop."""
+        with self._work:
+            self._busy = False
+            self._work.notify_all()
+            while not self._stopping:
+                ids = [self._changes.popitem(last=False)[0] for _ in range(min(BATCH, len(self._changes)))]
+                ids = ids or self._retries.take(BATCH)
+                if ids:
+                    self._busy = True  # not while catching up, which flush does not wait for
+                    return ids
+                self._rests.take(1)
+                if self._catching_up and self._rests.pause() is None:
+                    return []
+                self._work.wait(soonest(self._retries, self._rests))
+            return None
+
+    def _apply(self, ids: Sequence[str]) -> None:
+        """Brings the vectors of changed references up to date. Two threads that change one reference may report in
+        either order, so its state now is used."""
+        current = self.library.references.many(ids)
+        for id in set(ids) - {reference.id for reference in current}:
+            if self._vectors is not None:
+                self._vectors.remove(id)
+            self._settled([id])
+        self._embed(current)
+
+    def _catch_up(self) -> None:
+        vectors = self.opened()
+        after = self._after
+        ids = vectors.rows.missing(after, BATCH)
+        if not ids:
+            vectors.mismatch = vectors.rows.others()
+            vectors.save()
+        self._embed(self.library.references.many(ids))
+        with self._work:
+            self._rests.forget([CATCH_UP])
+            if self._after != after:  # reindex was called meanwhile: from the start
+                return
+            if ids:
+                self._after = ids[-1]
+            else:
+                self._catching_up = False
+
+    def _embed(self, references: Sequence[Reference]) -> None:
+        """Embeds references, commits the vectors, then shows them. A reference that cannot be read or embedded is left
+        without a vector."""
+        if not references:
+            return
+        opened = self.opened()
+        embedded: list[tuple[Reference, np.ndarray]] = []
+        for kind in ("image", "text"):
+            for read in self._read([r for r in references if r.kind == kind]):
+                vectors = embed_each(self.embedder, kind, [content for _, content in read])
+                those = [reference for reference, _ in read]
+                read.clear()  # large images are dropped before the next are decoded
+                for reference, vector in zip(those, vectors, strict=True):
+                    if isinstance(vector, MPICError):
+                        self._fail(reference, vector)
+                    else:
+                        embedded.append((reference, vector))
+        if embedded:
+            vectors = np.stack([vector for _, vector in embedded])
+            kept = [reference for reference, _ in embedded]
+            self.counters["embedded"] += opened.put(kept, vectors)
+            self._settled([reference.id for reference in kept])
+
+    def _settled(self, ids: Sequence[str]) -> None:
+        """Forgets that references have failed."""
+        self._failed.forget(ids)
+        with self._work:
+            self._retries.forget(ids)
+
+    def _read(self, references: Sequence[Reference]) -> Iterator[list[tuple[Reference, Any]]]:
+        """Yields references with their contents, in batches of few large images or many small ones. The caller empties
+        a batch before it takes the next."""
+        batch: list[tuple[Reference, Any]] = []
+        pixels = 0
+        for reference in references:
+            content = self._content(reference)
+            if content is None:
+                continue
+            batch.append((reference, content))
+            pixels += content.width * content.height if isinstance(content, Image.Image) else 0
+            del content
+            if pixels >= BATCH_PIXELS:
+                yield batch
+                batch, pixels = [], 0
+        if batch:
+            yield batch
+
+    def _content(self, reference: Reference) -> Any:
+        """Returns the text or image of a version, or None if it is gone or cannot be read."""
+        try:
+            references = self.library.references
+            return references.image(reference) if reference.kind == "image" else references.text(reference)
+        except (MPICError, OSError) as error:  # one failure must not stop the others
+            self._fail(reference, error)
+            return None
+
+    def _fail(self, reference: Reference, error: MPICError | OSError) -> None:
+        """Records a reference that cannot be embedded. It is tried again if that may succeed. If its content is refused
+        for good, its old vectors are removed, because they would count as missing for ever."""
+        log.warning("%s cannot be embedded: %s", reference.id, error)
+        self.counters["unembeddable" if isinstance(error, EmbeddingFailed) else "unreadable"] += 1
+        if passing(error):
+            with self._work:
+                self._retries.failed([reference.id])
+        else:
+            self._settled([reference.id])
+            if isinstance(error, ReferenceNotFound):
+                return
+            self.opened().remove(reference.id)
+        self._failed.add(reference.id, error)
