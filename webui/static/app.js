@@ -9,6 +9,7 @@ import * as chats from './chats.js';
 import { keepForNew, showDraft, startComposer } from './composer.js';
 import { refresh as refreshFiles, watchFiles } from './files.js';
 import { startLibrary } from './library.js';
+import { notePolicies } from './runs.js';
 import { policyPicker, retrievalPicker } from './picker.js';
 import { showGuide } from './guide.js';
 import { showReferences } from './references.js';
@@ -116,8 +117,7 @@ const start = async () => {
   told = true;
   store.loadSettings();
   await checkChoices(about);
-  chat.policy = about.policies[0].name;
-  chat.withoutChunks = new Set(about.policies.filter((one) => !one.uses_chunks).map((one) => one.name));
+  notePolicies(about.policies);
   store.theme();
   const { model } = about;
   $('#model').textContent = `${model.name} · ${model.dtype} on ${model.device} · ${model.context_length.toLocaleString('en')} tokens of context`;

@@ -5,14 +5,14 @@ import { get, stream } from './api.js';
 import { away, onBack } from './connection.js';
 import * as store from './store.js';
 import { mentioned, refresh as refreshFiles, withHandlesOfNow } from './files.js';
+import { bodyOf, newRun, wishesOf } from './runs.js';
 import { open as openFile } from './viewer.js';
 import { renderTurn, running } from './turn.js';
 import { merge, newTurn, putBack, takeOut, touch, turnOf } from './turns.js';
 import { follow, followNewest, keepInView } from './scrolling.js';
 
 const SAVE_MS = 1000;
-/** The open chat, the milliseconds that a token costs, the server's default policy, and the policies that read no chunk. */
-export const chat = { current: null, perToken: null, policy: '', withoutChunks: new Set() };
+export const chat = { current: null, perToken: null };
 const listeners = [];
 /** Calls a function whenever the chat has changed: title, turns, or whether it is being answered. */
 export const onChange = (act) => listeners.push(act);
@@ -25,14 +25,6 @@ const MOST_LOSSES = 3;
 const views = new Map();  // of the turns that are shown, by the turn's id
 
 const fresh = () => ({ id: '', title: '', named: false, created: Date.now(), updated: Date.now(), turns: [] });
-/** What a run asks for beside the conversation: what the settings say when it is made, and so what it is compared under. */
-const wishesOf = (run) => {
-  const { retrieval, system, temperature, length } = { ...store.settings, ...run };  // earlier versions of the page kept fewer
-  return { retrieval, system, temperature, length };
-};
-/** A press has no effect under a policy that reads no compiled chunk, and is refused with it. */
-const pressUnder = (policy) => (chat.withoutChunks.has(policy || chat.policy) ? '' : store.settings.press);
-const newRun = (policy) => ({ policy, press: pressUnder(policy), ...wishesOf({}), text: '', state: 'waiting', error: null, usage: null, citations: [] });
 export const busy = () => Boolean(abort);
 const titleOf = (text) => {
   const words = text.replace(/\s+/g, ' ').trim(), plain = words.replace(/^(?:(?:IMAGE|FILE)#\S+\s+)+/, '');
@@ -134,25 +126,6 @@ export const openChat = async (id) => {
 
 // ---- answering
 
-const messagesOf = (asked, system) => {
-  const { turns } = chat.current, out = system ? [{ role: 'system', content: system }] : [];
-  for (const turn of turns.filter((one) => one.at < asked.at)) {
-    if (!turn.answer.text || turn.answer.state === 'failed') continue;
-    out.push({ role: 'user', content: withHandlesOfNow(turn.text, turn.files) }, { role: 'assistant', content: turn.answer.text });
-  }
-  return [...out, { role: 'user', content: withHandlesOfNow(asked.text, asked.files, true) }];
-};
-
-const bodyOf = (turn, run) => {
-  const { system, temperature, length } = wishesOf(run);
-  const mpic = { trace: true };
-  if (run.policy) mpic.policy = run.policy;
-  if (run.press) mpic.press = run.press;
-  if (run.retrieval !== 'off') mpic.retrieval = run.retrieval;
-  return { messages: messagesOf(turn, system), stream: true, stream_options: { include_usage: true }, max_tokens: length,
-    ...(temperature ? { temperature } : {}), mpic };
-};
-
 const take = (run, event) => {
   const delta = event.choices[0]?.delta;
   if (delta?.content) { run.text += delta.content; run.state = 'writing'; }
@@ -180,7 +153,7 @@ const answer = async (turn, run) => {
   follow(views.get(turn.id).element);
   changed();
   try {
-    for await (const event of stream(bodyOf(turn, run), own.signal)) {
+    for await (const event of stream(bodyOf(mine.turns, turn, run), own.signal)) {
       if (own.signal.aborted) break;
       take(run, event);
       touch(turn);
