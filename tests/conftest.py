@@ -57,9 +57,8 @@ def _prepare() -> None:
     """Imports what needs settings before its first use, and makes them. It takes seconds."""
     import torch
 
-    if (
-        not torch.cuda.is_available()
-    ):  # before anything imports Triton: its kernels then run in the interpreter
+    # before anything imports Triton: its kernels then run in the interpreter
+    if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
     if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):  # macOS has none
         from quick_interpreter import prepare_once
@@ -78,6 +77,10 @@ FIGURES = pytest.StashKey[list[str]]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[FIGURES] = []
+    if not hasattr(config, "workerinput"):  # of pytest-xdist; what it lacks is told once
+        from missing import left_out
+
+        config.stash[FIGURES] += left_out(config)
     if config.getoption("--fuzz") and not _only_spreads(config.option):
         from hypothesis import settings
 

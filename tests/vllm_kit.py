@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import importlib.util
 import json
 import os
 import tempfile
@@ -22,6 +21,7 @@ import pytest
 import torch
 from engine_kit import ids
 from families import IMAGE_TOKEN, TEXT_FAMILIES, TYPES, VISION_FAMILIES, make_model, random_image
+from missing import vllm_is_installed
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import nn
@@ -83,10 +83,7 @@ _CHATML = (
 )
 
 
-def available() -> bool:
-    """Returns whether vLLM is installed. The folder ``tests/vllm`` looks like a package, too, but has no origin."""
-    spec = importlib.util.find_spec("vllm")
-    return spec is not None and spec.origin is not None
+available = vllm_is_installed
 
 
 def quick_or_parity(quick: Sequence[str], names: Sequence[str] = FAMILIES) -> list[Any]:

@@ -1,11 +1,10 @@
 """Fixtures that several files share, and what ``make parity`` keeps of every family (``vllm_outcomes.py``). No test of
-this folder runs where vLLM is not installed."""
+this folder runs where vLLM is not installed, and the run says so at its end (``tests/conftest.py``)."""
 
 from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -39,11 +38,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     is_worker = hasattr(session.config, "workerinput")
     if session.config.getoption("--parity") and vllm_kit.available() and not vllm_kit.V2 and not is_worker:
         vllm_results.record(_outcomes.rows(), vllm_results.installed_version())
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    if not vllm_kit.available():
-        terminalreporter.write_line("tests/vllm did not run: vLLM is not installed (make setup-vllm)")
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ vLLM looks for Triton when it is imported, so these engines run in processes of 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,17 +18,21 @@ WHOLE = ("test_links.py", "test_link_pressure.py", "test_faults.py")
 WHOLE += ("test_bad_files.py", "test_beside_forward.py")
 
 
-def run(*names: str) -> None:
-    options = ["-q", "-x", "-p", "no:cacheprovider", "--timeout", "850"]
+def run(*names: str) -> int:
+    """Runs tests in a process of its own and returns how many have passed; none fails."""
+    options = ["-x", "-p", "no:cacheprovider", "--timeout", "850"]
     command = [sys.executable, "-m", "pytest", *options, *names]
     environment = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "1"}
     done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    said = done.stdout[-6000:] + done.stderr[-2000:]
+    passed = re.search(r"^(\d+) passed", done.stdout, re.MULTILINE)
+    assert done.returncode == 0 and passed, said
+    return int(passed[1])
 
 
 @pytest.mark.timeout(900)
 def test_links_cut_into_steps_preempted_and_in_one_batch_are_right_in_the_second_runner():
-    run("test_link_pressure.py", "-k", SOME)
+    assert run("test_link_pressure.py", "-k", SOME) == len(SOME.split(" or "))
 
 
 @pytest.mark.parity
