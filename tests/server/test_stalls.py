@@ -80,10 +80,14 @@ class Watch(threading.Thread):
         time.sleep(0.01)
 
     def _words(self, http):
-        body = {"messages": [{"role": "user", "content": "go on"}], "max_tokens": 800, "stream": True}
+        yield from self._timed(self._lines(http))
+        time.sleep(0.1)
+
+    def _lines(self, http):
+        body = {"messages": [{"role": "user", "content": "go on"}], "max_tokens": 60, "stream": True}
         body["mpic"] = {"ignore_eos": True}
         with http.stream("POST", "/v1/chat/completions", json=body) as answer:
-            yield from self._timed(answer.iter_lines())
+            yield from answer.iter_lines()
 
 
 @pytest.fixture
