@@ -12,7 +12,7 @@ TOGETHER = ("vllm", "tests/webui", "tests/client")
 SECONDS = {
     "vllm": 500,
     "tests/webui": 300,
-    "tests/client": 120,
+    "tests/client": 45,
     "tests/evals/test_bench.py": 65,
     "tests/train/test_resume.py": 65,
     "tests/evals/test_gpu_cases.py": 50,
