@@ -4,13 +4,14 @@ numbers over weights that are widened a panel at a time.
 Where the processor has neither a matrix unit nor fast products of pairs (``pairs.py``), torch's products of bf16
 numbers take longer than those of fp32 numbers. On two cores of a Xeon they reached 160 GFLOP/s with slow pairs, 60
 where torch was held to AVX-512 without them, and 25 where it was held to AVX2, beside 300 and 155 in fp32; this kernel
-reached 260 and 140. Only a panel's weights are kept in fp32, and only while rows are multiplied with it.
+reached 260 and 140. Only a panel's weights are in fp32 at a time, for each caller.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -39,7 +40,7 @@ class WidenedKernel:
 
     def __init__(self, least_rows: int) -> None:
         self.least_rows = least_rows
-        self._memory = threading.local()
+        self._rooms: deque[torch.Tensor] = deque()  # as many as callers were here at once
 
     def takes(self, inputs: int) -> bool:
         """Returns whether it multiplies rows of so many numbers."""
@@ -68,28 +69,35 @@ class WidenedKernel:
         outputs = len(by.weight)
         each = min(outputs, max(PANEL_OUTPUTS, PANEL_BYTES // (4 * inputs)))
         block = max(1, min(rows, ROWS))
-        room = self._room(each * (inputs + block))
-        panel_room, result_room = room[: each * inputs], room[each * inputs :]
-        for first in range(0, outputs, each):
-            end = min(first + each, outputs)
-            panel = panel_room[: (end - first) * inputs].view(end - first, inputs)
-            panel.copy_(by.weight[first:end])
-            bias = None if by.bias is None else by.bias[first:end].float()
-            for at in range(0, rows, block):
-                some = wide[at : at + block]
-                result = result_room[: len(some) * (end - first)].view(len(some), end - first)
-                if bias is None:
-                    torch.mm(some, panel.t(), out=result)
-                else:
-                    torch.addmm(bias, some, panel.t(), out=result)
-                out[at : at + block, first:end].copy_(result)
+        with self._room(each * (inputs + block)) as room:
+            panel_room, result_room = room[: each * inputs], room[each * inputs :]
+            for first in range(0, outputs, each):
+                end = min(first + each, outputs)
+                panel = panel_room[: (end - first) * inputs].view(end - first, inputs)
+                panel.copy_(by.weight[first:end])
+                bias = None if by.bias is None else by.bias[first:end].float()
+                for at in range(0, rows, block):
+                    some = wide[at : at + block]
+                    result = result_room[: len(some) * (end - first)].view(len(some), end - first)
+                    if bias is None:
+                        torch.mm(some, panel.t(), out=result)
+                    else:
+                        torch.addmm(bias, some, panel.t(), out=result)
+                    out[at : at + block, first:end].copy_(result)
 
-    def _room(self, numbers: int) -> torch.Tensor:
-        """Returns memory for at least so many fp32 numbers, which the calling thread keeps."""
-        kept: torch.Tensor | None = getattr(self._memory, "room", None)
-        if kept is None or len(kept) < numbers:
-            kept = self._memory.room = torch.empty(numbers)
-        return kept
+    @contextmanager
+    def _room(self, numbers: int) -> Iterator[torch.Tensor]:
+        """Yields memory for at least so many fp32 numbers, which nobody else has meanwhile. It is kept, because memory
+        that has never been written takes longer to write."""
+        try:
+            room = self._rooms.pop()
+        except IndexError:
+            room = torch.empty(0)
+        if len(room) < numbers:
+            with torch.inference_mode(False):  # it is written outside of that mode, too
+                room = torch.empty(numbers)
+        yield room
+        self._rooms.append(room)
 
 
 def load() -> WidenedKernel:

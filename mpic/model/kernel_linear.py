@@ -54,7 +54,7 @@ class KernelsUsed(NamedTuple):
         few: "cpu-linear", or "torch".
         blocks: the same for blocks of rows: "cpu-linear-tiles", "cpu-linear-widened", or "torch".
         note: why ``few`` is torch; else empty.
-        blocks_note: why ``blocks`` is torch though the processor has a matrix unit; else empty.
+        blocks_note: why ``blocks`` does not use the matrix unit that the processor has; else empty.
     """
 
     few: str = "torch"

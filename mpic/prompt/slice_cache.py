@@ -18,6 +18,8 @@ LEAST = 1 << 8
 """Characters below which looking a slice up saves too little."""
 MOST_IDS = 1 << 20
 """Ids of all slices together, 4 bytes each."""
+MOST_SLICES = 1 << 14
+"""Slices, each of which takes 220 bytes beside its ids."""
 
 
 class SliceCache:
@@ -46,7 +48,7 @@ class SliceCache:
         with self._lock:
             self.held += len(kept) - len(self._ids.pop(key, ()))
             self._ids[key] = kept
-            while self.held > self.most_ids:
+            while self.held > self.most_ids or len(self._ids) > MOST_SLICES:
                 self.held -= len(self._ids.popitem(last=False)[1])
 
 

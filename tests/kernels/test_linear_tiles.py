@@ -238,10 +238,10 @@ def test_blocks_of_rows_are_its_and_few_rows_or_odd_inputs_are_not():
 
 @needs_compiler
 @needs_unit
-def test_without_the_systems_leave_torch_multiplies_blocks_and_the_reason_is_told(fresh, monkeypatch):
+def test_without_the_systems_leave_blocks_are_multiplied_in_fp32_and_the_reason_is_told(fresh, monkeypatch):
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: False)
     found = products.load(torch.bfloat16)
-    assert found.tiles is None and "does not let programs use" in found.blocks_note
+    assert found.blocks.name == "cpu-linear-widened" and "does not let programs use" in found.blocks_note
     x, by = some(100, 64), Product(some(40, 64, seed=1))
     assert_exact(found(x, by), x, by)
 

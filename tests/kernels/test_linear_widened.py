@@ -84,6 +84,18 @@ def test_threads_that_multiply_at_once_do_not_share_their_memory():
     assert not wrong
 
 
+def test_memory_of_a_call_in_inference_mode_serves_later_ones_outside_of_it():
+    """Models are tested in that mode when they are loaded, and packets are trained outside of it."""
+    kernel, x, by = WidenedKernel(17), some(20, 40), Product(some(30, 40, seed=1))
+    out = torch.empty(20, 30, dtype=BF16)
+    with torch.inference_mode():
+        kernel(x, [by], [torch.empty_like(out)])
+    with torch.no_grad():
+        kernel(x, [by], [out])
+    assert_exact(out, x, by)
+    assert len(kernel._rooms) == 1
+
+
 def test_what_it_cannot_read_is_refused():
     out = torch.empty(4, 5, dtype=BF16)
     with pytest.raises(ValueError, match="cpu-linear-widened cannot multiply"):

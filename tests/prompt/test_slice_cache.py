@@ -105,6 +105,14 @@ def test_it_holds_no_more_ids_than_it_may_and_forgets_the_longest_unused():
     assert cache.find("u", "too long") is None and cache.held == 10
 
 
+def test_no_more_slices_are_held_than_may_be_however_short_they_are(monkeypatch):
+    monkeypatch.setattr(slice_cache, "MOST_SLICES", 3)
+    cache = SliceCache()
+    for text in "abcd":
+        cache.keep("u", text, [7])
+    assert cache.held == 3 and cache.find("u", "a") is None and cache.find("u", "d") == [7]
+
+
 def test_threads_share_it_and_the_count_stays_right():
     cache = SliceCache(most_ids=50)
 
