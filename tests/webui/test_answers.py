@@ -42,6 +42,53 @@ def test_a_chat_goes_on_after_its_files_were_renamed_deleted_or_replaced(fake, o
     assert len(fake.engine.requests[-1].prompt.chunks) == 1
 
 
+def ask_for_files(page):
+    """Makes the page ask for the list of files now, not within a minute."""
+    page.evaluate("import('/ui/static/files.js').then(f => f.refresh())")
+
+
+def test_a_file_that_another_tab_has_just_added_stays_in_the_question_that_names_it(fake, open_page):
+    page = open_page(fake.url)
+    ask(page, "hello")
+    other = open_page(page.url, context=page.context)
+    add(fake, "NEW")
+    ask_for_files(other)
+    ask(other, "IMAGE#NEW what?")
+    page.wait_for_selector(".turn:nth-child(2) .turn-line")
+    body = sent_by(page, lambda: ask(page, "And now?"))
+    assert body["messages"][2]["content"] == "IMAGE#NEW what?"
+    assert len(fake.engine.requests[-1].prompt.chunks) == 1
+
+
+def test_a_file_that_was_added_before_a_question_was_answered_again_stays_in_it(fake, open_page):
+    page = open_page(fake.url, expected=("404",))
+    ask(page, "IMAGE#NEW what?")
+    other = open_page(page.url, context=page.context)
+    ask_for_files(other)
+    add(fake, "NEW")
+    ask_for_files(page)
+    page.click("[data-key=retry]")
+    other.wait_for_selector(".text:has-text('taller')")
+    other.wait_for_selector("[data-key=compare]")
+    body = sent_by(other, lambda: ask(other, "And now?"))
+    assert body["messages"][0]["content"] == "IMAGE#NEW what?"
+
+
+def test_a_file_that_is_missing_in_a_list_of_the_newest_stays_unless_another_has_its_name(fake, open_page):
+    add(fake, "RED", "CAT")
+    page = open_page(fake.url, expected=("404",))  # the picture of the file that is gone
+    ask(page, "IMAGE#RED and IMAGE#CAT. What?")
+    fake.library.files.delete("local", fake.library.files.by_handle("local", "CAT").id)
+    add(fake, "CAT")  # another one
+    page.route("**/ui/v1/files", lambda route: route.continue_(url=f"{route.request.url}?limit=1"))
+    reload(page)
+    page.wait_for_selector(".file")
+    assert page.locator(".file").count() == 1
+    body = sent_by(page, lambda: ask(page, "And now?"))
+    assert body["messages"][0]["content"] == "IMAGE#RED and CAT. What?"
+    assert page.locator(".error").count() == 0 and len(fake.engine.requests[-1].prompt.chunks) == 1
+
+
 def test_a_question_that_is_asked_again_finds_the_file_that_was_renamed(fake, open_page):
     add(fake, "RED")
     page = open_page(fake.url)

@@ -274,7 +274,7 @@ const compare = (turn) => {
 };
 
 const regenerate = (turn) => change('The earlier answer was replaced.', [turn], () => {
-  const text = withHandlesOfNow(turn.text, turn.files, true);
+  const text = withHandlesOfNow(turn, true);
   Object.assign(turn, { text, answer: newRun(store.settings.policy), again: null, files: mentioned(text) });
   answer(turn, turn.answer);
 });

@@ -6,7 +6,7 @@ import { failed, prompt, undoable } from './ui.js';
 const SOON = 1000, LATE = 10_000, SELDOM = 60_000;
 export let files = [];
 export let trouble = '';  // why they could not be listed, of the last time
-let listed = false;  // so that what is not among the files is gone
+let listed = { at: 0, whole: false };  // when the server was asked for the files, and whether it named all of them
 const hidden = new Set();  // deleted, but it can still be undone
 const listeners = [];
 /** Calls `act` whenever the files have changed, or could not be listed. */
@@ -29,17 +29,17 @@ export const mentioned = (text) => {
   return out;
 };
 
-/** A text with the handles that its files have now; `remembered` are those that it named when it was written. A file that
- * is gone leaves its plain name, because its handle is refused, or by now another file has it; with `keepGone` it leaves the
- * handle. */
-export const withHandlesOfNow = (text, remembered, keepGone = false) => {
-  if (!listed) return text;
-  const then = new Map(Object.entries(remembered || {}).map(([handle, { id }]) => [fold(handle), id]));
-  return text.replace(HANDLE, (whole, kind, word) => {
+/** The text of a turn with the handles that its files have now. A file that is gone leaves its plain name, because its
+ * handle is refused, or by now another file has it; with `keepGone` it leaves the handle. So does a file that may still be
+ * there: another tab may have added it after this page asked for the files, and of very many only the newest are listed. */
+export const withHandlesOfNow = (turn, keepGone = false) => {
+  const then = new Map(Object.entries(turn.files || {}).map(([handle, { id }]) => [fold(handle), id])), all = known();
+  return turn.text.replace(HANDLE, (whole, kind, word) => {
     const name = handleIn(word, then), id = then.get(fold(name));
     if (!id) return whole;
-    const handle = files.find((file) => file.id === id)?.handle;
-    if (handle ? fold(handle) === fold(name) : keepGone) return whole;
+    const file = files.find((one) => one.id === id), handle = file?.handle;
+    const gone = !handle && listed.at > turn.changed && (listed.whole || file || all.has(fold(name)));
+    if (handle ? fold(handle) === fold(name) : keepGone || !gone) return whole;
     return (handle ? `${kind}#${handle}` : name) + word.slice(name.length);
   });
 };
@@ -79,10 +79,11 @@ export const remove = (file, undone = () => {}) => undoable(`${mention(file)} wa
 let wait = SOON, asked = 0;
 /** Asks for the files again. */
 export const refresh = async () => {
-  asked = Date.now();
+  const at = Date.now();
+  asked = at;
   try {
-    const { data } = await get('/v1/files');
-    [files, trouble, listed] = [data, '', true];
+    const { data, has_more: more } = await get('/v1/files');
+    [files, trouble, listed] = [data, '', { at, whole: !more }];
     changed();
   } catch (error) {
     asked += LATE - SELDOM;  // sooner than usual

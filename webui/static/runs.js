@@ -22,9 +22,9 @@ const messagesOf = (turns, asked, system) => {
   const out = system ? [{ role: 'system', content: system }] : [];
   for (const turn of turns.filter((one) => one.at < asked.at)) {
     if (!turn.answer.text || turn.answer.state === 'failed') continue;
-    out.push({ role: 'user', content: withHandlesOfNow(turn.text, turn.files) }, { role: 'assistant', content: turn.answer.text });
+    out.push({ role: 'user', content: withHandlesOfNow(turn) }, { role: 'assistant', content: turn.answer.text });
   }
-  return [...out, { role: 'user', content: withHandlesOfNow(asked.text, asked.files, true) }];
+  return [...out, { role: 'user', content: withHandlesOfNow(asked, true) }];
 };
 
 /** The request for a run of a turn, behind the turns before it. */
