@@ -129,6 +129,24 @@ def test_a_comparison_asks_for_the_same_whatever_the_settings_say_by_now(fake, o
     page.wait_for_selector(".verdict:has-text('At temperature 0.5 two answers may differ by chance')")
 
 
+def test_a_comparison_with_an_answer_that_has_no_temperature_names_the_one_that_it_asked_for(fake, open_page):
+    page = open_page(fake.url)
+    settings(page, temperature="0.5")
+    ask(page, "hello")
+    page.evaluate(  # as earlier versions of the page kept it
+        """async () => {
+            const store = await import('/ui/static/store.js'), [chat] = await store.list();
+            delete chat.turns[0].answer.temperature;
+            await store.save(chat);
+        }"""
+    )
+    reload(page)
+    fake.engine.answer = "Another answer."
+    page.click("[data-key=compare]")
+    page.wait_for_selector(".verdict.differs")
+    assert "At temperature 0.5 two answers" in page.inner_text(".verdict")
+
+
 def test_without_a_temperature_a_difference_is_not_put_down_to_chance(fake, open_page):
     page = open_page(fake.url)
     ask(page, "hello")

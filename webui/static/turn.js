@@ -92,8 +92,8 @@ const verdict = ({ answer, again }) => {
   const same = answer.text.trim() === again.text.trim(), won = again.usage.mpic.ms.ttft - answer.usage.mpic.ms.ttft;
   const fewer = saved(answer.usage) - saved(again.usage);
   const time = won >= 0 ? `${ms(won)} sooner` : `${ms(-won)} later`;
-  const sampled = !same && (answer.temperature || again.temperature)
-    ? ` At temperature ${answer.temperature} two answers may differ by chance; 0 in the settings compares fairly.` : '';
+  const sampled = !same && again.temperature  // earlier versions of the page kept none with an answer
+    ? ` At temperature ${again.temperature} two answers may differ by chance; 0 in the settings compares fairly.` : '';
   return h('p', { class: `verdict ${same ? 'same' : 'differs'}` },
     h('b', {}, same ? 'Reuse did not change the answer. ' : 'The answers differ; what differs is marked. '),
     `With reuse the first token came ${time}, and ${fewer} fewer tokens were computed.${sampled}`);
