@@ -1,5 +1,6 @@
 """The browser keeps chats, drafts and settings with two tabs open, little room, or none at all."""
 
+import pytest
 from page_kit import BOX, ask, begin, kept, look, more, new_chat, open_chat, questions, reload, send, until
 
 QUEUED = "text=asked again as soon as it is back"
@@ -241,6 +242,19 @@ def test_what_is_typed_into_a_chat_that_another_tab_deletes_goes_on_in_a_new_one
     until(page, "location.hash === '#chat'")
     reload(page)
     assert page.input_value(BOX) == "a long thought"
+
+
+@pytest.mark.parametrize("moved", ["a long thought", "an earlier one\na long thought"])
+def test_a_draft_that_another_tab_has_moved_to_the_new_chat_already_is_there_once(fake, open_page, moved):
+    page = open_page(fake.url)
+    ask(page, "one")
+    other = open_page(page.url, context=page.context)
+    page.fill(BOX, "a long thought")
+    page.evaluate("text => import('/ui/static/store.js').then(s => s.keepDraft('', text))", moved)
+    delete_chat(other)
+    page.wait_for_selector(".toast:has-text('deleted in another tab')")
+    page.wait_for_selector("#welcome:visible")
+    assert page.input_value(BOX) == moved
 
 
 def test_another_view_stays_when_another_tab_deletes_the_open_chat(fake, open_page):

@@ -60,10 +60,12 @@ export const showDraft = () => {
   showChips();
 };
 
-/** Has what stands in the box go on as a draft of a new chat, which is open now: its own chat is gone. */
+/** Has what stands in the box go on as a draft of a new chat, which is open now: its own chat is gone. Another tab that
+ * showed the chat may have seen to that. */
 export const keepForNew = () => {
   clearTimeout(timer);
-  const text = [store.draft(''), box().value].filter((one) => one.trim()).join('\n');
+  const kept = store.draft(''), own = box().value;
+  const text = `\n${kept}`.endsWith(`\n${own}`) ? kept : [kept, own].filter((one) => one.trim()).join('\n');
   place = '';
   shownChat = chat.current;
   box().value = text;
