@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -193,11 +194,19 @@ def test_a_folder_is_imported_and_refused_files_are_reported(library, folder):
     assert library.references.get(results[2].id).kind == "image"
 
 
-@pytest.mark.parametrize(("largest", "code"), [(1 << 26, "too_large"), (None, "out_of_memory")])
+@pytest.mark.parametrize(("largest", "code"), [(9_999, "too_large"), (None, "out_of_memory")])
 def test_a_file_that_fits_into_no_memory_is_refused_and_the_others_are_imported(
-    library, folder, largest, code
+    library, folder, largest, code, monkeypatch
 ):
-    os.truncate(folder / "bad.bin", 1 << 46)
+    read = Path.read_bytes
+
+    def read_bytes(path):
+        if path.name == "bad.bin":
+            raise MemoryError
+        return read(path)
+
+    (folder / "bad.bin").write_bytes(bytes(10_000))
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
     target = LibraryTarget(library.references)
     assert target.largest == library.limits.upload_bytes
     target.largest = largest
