@@ -96,6 +96,8 @@ def test_no_user_loses_its_share_to_another(stock, saver, size, quota, slack):
         if owner == saver or left[owner] < share - 1e-6:
             assert not chunk.pinned
     assert sum(left.values()) <= rules.budget
+    own = [chunk.bytes for chunk, why in gone if why == "budget"]
+    assert not own or sum(left.values()) + min(own) > rules.budget  # none went that could stay
     assert not quota or saver == SHARED or left[saver] <= quota
     if sum(full.values()) <= rules.budget and not (quota and full[saver] > quota):
         assert not gone
@@ -126,6 +128,7 @@ def test_a_user_within_its_share_always_gets_room_if_nothing_is_pinned(stock, si
     if full["ann"] <= rules.share("ann", full):
         gone = make_room(rules, used, "ann", size, turns_of(stock))
         assert sum(full.values()) - sum(chunk.bytes for chunk, _ in gone) <= rules.budget
+        assert {why for _, why in gone} <= {"share"}  # what was lent goes before its own
 
 
 def test_a_user_below_its_share_gets_the_least_recently_used_chunk_that_is_partly_lent():
@@ -138,10 +141,32 @@ def test_a_user_below_its_share_gets_the_least_recently_used_chunk_that_is_partl
 
     room = [chunk.key for chunk, _ in make_room(TierBounds(100), dict.fromkeys(owners, 10), "ann", 9, held)]
     assert room == ["user8"]  # user7's was used before, and is pinned
-    with pytest.raises(StorageFull, match=r"exceeds its owner's share, 9 bytes"):
+    with pytest.raises(StorageFull, match="its owner would exceed a share of 9 bytes"):
         make_room(TierBounds(100), dict.fromkeys(owners, 10), "ann", 10, held)
     with pytest.raises(StorageFull, match="beyond their shares is pinned"):
         make_room(TierBounds(100), dict.fromkeys(owners, 10), "ann", 9, lambda owner: [])
+
+
+@pytest.mark.parametrize(
+    ("stock", "size", "gone"),
+    [
+        ({"ann": [5] * 4, "bob": [80]}, 25, ["bob0"]),
+        ({"ann": [10], "bob": [90]}, 10, ["bob0"]),
+        # ann's first is chosen before bob has to return anything, and then fits again
+        ({"ann": [5] * 4, "bob": [80]}, 35, ["bob0"]),
+        ({"ann": [2, 3, 50], "bob": [45]}, 10, ["ann2"]),
+    ],
+)
+def test_no_chunk_of_the_saver_goes_that_could_stay(stock, size, gone):
+    stock = {owner: [(bytes, False) for bytes in chunks] for owner, chunks in stock.items()}
+    found = make_room(TierBounds(100), used_by(stock), "ann", size, turns_of(stock))
+    assert ["{}{}".format(*chunk.key) for chunk, _ in found] == gone
+
+
+def test_a_refusal_says_that_the_owner_would_exceed_its_share():
+    stock = {"ann": [(45, True)], "bob": [(50, False)]}
+    with pytest.raises(StorageFull, match="the tier's 100: its owner would exceed a share of 50 bytes"):
+        make_room(TierBounds(100), used_by(stock), "ann", 10, turns_of(stock))
 
 
 def test_pinned_chunks_go_last_and_only_beyond_the_share():

@@ -3,10 +3,11 @@
 
 Every user who stores anything is guaranteed a share of the budget. Within its share, a user loses chunks only to newer
 chunks of its own, least recently used first. Bytes beyond the share, which others left unused, are lent: these chunks
-are evicted, least recently used first, when a user below its own share needs room.
+are evicted, least recently used first, when a user who stays within its own share needs room. Such a user gives up
+chunks of its own only where others have nothing to return.
 
-A chunk may lie partly within its owner's share. It goes last, and only if it is not pinned: the users below their
-shares would find no room otherwise. An owner that is not beyond its share never loses one.
+A chunk may lie partly within its owner's share. It goes after those that are wholly lent, and only if it is not pinned:
+the users below their shares would find no room otherwise. An owner that is not beyond its share never loses one.
 """
 
 from __future__ import annotations
@@ -98,19 +99,31 @@ class _Eviction:
                     quota=quota,
                 )
         while sum(self.used.values()) > self.bounds.budget:
-            if not (self._from_others() or self._take(self.saver, "budget") or self._partly_lent()):
+            if not (self._from_others() or self._partly_lent() or self._take(self.saver, "budget")):
                 raise StorageFull(
                     f"a chunk of {self.size} bytes does not fit the tier's {self.bounds.budget}: {self._why_not()}",
                     budget=self.bounds.budget,
                 )
+        self._keep_what_fits()
         return self.gone
+
+    def _keep_what_fits(self) -> None:
+        """Keeps those of the saver's own chunks that still fit, because a larger one was chosen after them; the most
+        recently used first."""
+        free, gone = self.bounds.budget - sum(self.used.values()), []
+        for victim, why in reversed(self.gone):
+            if why == "budget" and victim.bytes <= free:
+                free -= victim.bytes
+            else:
+                gone.append((victim, why))
+        self.gone = gone[::-1]
 
     def _why_not(self) -> str:
         """Returns the reason why nothing may be evicted."""
         if self._over(self.saver) <= 0:
             return "what others hold beyond their shares is pinned or being written"
         share = int(self.bounds.share(self.saver, self.used))
-        return f"it exceeds its owner's share, {share} bytes, and the owner's other chunks are pinned or being written"
+        return f"its owner would exceed a share of {share} bytes, and all its other chunks are pinned or being written"
 
     def _over(self, owner: str) -> float:
         return self.used[owner] - self.bounds.share(owner, self.used)
