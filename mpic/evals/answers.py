@@ -22,10 +22,13 @@ from mpic.errors import (
     EmptyPrompt,
     ImageTooLarge,
     InvalidImage,
-    NoVideoDecoder,
+    InvalidText,
+    InvalidUpload,
+    InvalidVideo,
     UnsupportedModality,
     UnsupportedParameter,
     UnsupportedType,
+    VideoTooLarge,
 )
 
 NAME = "answers.jsonl"
@@ -33,10 +36,12 @@ REFUSALS = frozenset(
     error.code
     for error in (
         ContextLengthExceeded, UnsupportedParameter, UnsupportedModality, UnsupportedType, DocumentTooLong,
-        BadRequest, EmptyPrompt, InvalidImage, AnimatedImage, ImageTooLarge, NoVideoDecoder,
+        BadRequest, EmptyPrompt, InvalidUpload, InvalidText, InvalidImage, AnimatedImage, ImageTooLarge, InvalidVideo,
+        VideoTooLarge,
     )
 )  # fmt: skip
-"""Codes of errors that depend on the question, the model and the policy alone, not on memory or on the device."""
+"""Codes of errors that depend on the question, the model and the policy alone, not on memory, on the device or on what
+is installed."""
 
 
 @dataclass

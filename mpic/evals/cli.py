@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Annotated
 
@@ -90,7 +90,7 @@ def run(
 ) -> None:
     """Ask every question under every policy; then write the report."""
     from mpic.evals.config import load_eval_config
-    from mpic.evals.judge import Grader, judge_run
+    from mpic.evals.judge import Grader, judge_run, refuse_other_judge
     from mpic.evals.run import Evaluator
 
     settings = load_eval_config(config, model, questions=questions, packet=packet)
@@ -101,11 +101,15 @@ def run(
         MofNCompleteColumn(),
         TimeRemainingColumn(elapsed_when_finished=True),
     )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with ExitStack() as stack:
+        grader = None
+        if settings.judge is not None:  # before the questions, which may take hours
+            grader = stack.enter_context(closing(Grader(settings.judge, settings.folder)))
+            refuse_other_judge(out, grader)
+        progress = stack.enter_context(Progress(*columns, console=Console(stderr=True)))
         answers = evaluator.run(progress)
-        if settings.judge is not None:
-            with closing(Grader(settings.judge, settings.folder)) as grader:
-                judge_run(settings, out, answers, grader, progress)
+        if grader is not None:
+            judge_run(settings, out, answers, grader, progress)
     report(out)
     if table is not None:
         write_methods(out, table)

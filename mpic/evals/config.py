@@ -25,6 +25,7 @@ from mpic.config import bundled_model
 from mpic.config_values import ConfigError, read_toml
 from mpic.data.bundled import generation_for
 from mpic.data.generator.worlds import WORLDS
+from mpic.evals.contents import cell_name, digest_of
 from mpic.evals.linking import parse_linking
 from mpic.evals.metrics import METRICS
 from mpic.evals.tasks import Options, find
@@ -157,7 +158,7 @@ class EvalConfig:
         """
         found: dict[str, list[Any]] = {}
         for name, options in self.cells():
-            cell = _cell(name, options)
+            cell = cell_name(name, options)
             if cell in found:
                 raise ConfigError(
                     f"{cell}: asked for twice; give another split or file a run (--out) of its own"
@@ -170,16 +171,6 @@ class EvalConfig:
                 found[cell].append(options.metric)
             if name.startswith("world-") and options.generation != 1:
                 found[cell].append(f"generation {options.generation}")
-        return found
-
-    def contents(self) -> dict[str, list[str]]:
-        """Returns digests of the local files and folders that the samples of each cell come from, where there are any:
-        two files may have one name."""
-        found: dict[str, list[str]] = {}
-        for name, options in self.cells():
-            paths = [path for path in (options.path, options.images) if path is not None and path.exists()]
-            if paths:
-                found[_cell(name, options)] = [_contents(path) for path in paths]
         return found
 
     def _resolve(self, path: str | None) -> Path | None:
@@ -257,7 +248,7 @@ def _identity(model: str) -> list[Any]:
     return [
         folder.name,
         config.read_text(encoding="utf-8") if config.is_file() else "",
-        *((path.name, _digest(path)) for path in weights),
+        *((path.name, digest_of(path)) for path in weights),
     ]
 
 
@@ -269,24 +260,6 @@ def _generation_of(model: str) -> int:
     config = json.loads(path.read_text(encoding="utf-8"))
     text = config.get("text_config", config)
     return generation_for(int(text.get("max_position_embeddings", 8192)))
-
-
-def _cell(name: str, options: Options) -> str:
-    return f"{name}, {options.chunks} chunks" if options.chunks else name
-
-
-def _contents(path: Path) -> str:
-    """Returns the digest of a file, or of the names and sizes of the files in a folder."""
-    if path.is_file():
-        return _digest(path)
-    files = sorted(one for one in path.rglob("*") if one.is_file())
-    listed = [[one.relative_to(path).as_posix(), one.stat().st_size] for one in files]
-    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 _TYPES: dict[str, tuple[type, str, str]] = {

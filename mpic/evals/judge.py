@@ -168,6 +168,20 @@ def _text(message: dict[str, Any]) -> str:
     return f"{message['role']}: {' '.join(shown)}"
 
 
+def refuse_other_judge(out: Path, grader: Grader) -> None:
+    """Refuses a run that another judge has graded: one judge's grades cannot be compared with another's.
+
+    Raises:
+        BadRequest: it has such grades.
+    """
+    path = out / NAME
+    if any(entry.get("judge", grader.digest) != grader.digest for entry in read_entries(path)):
+        raise BadRequest(
+            f"{path} holds grades by another model or rubric, or with other images; move it away to have all answers "
+            "graded anew"
+        )
+
+
 def judge_run(
     config: EvalConfig,
     out: Path,
@@ -179,16 +193,12 @@ def judge_run(
     the judge's digest, which files of earlier versions lack.
 
     Raises:
-        BadRequest: grades of another judge are in the run, and one judge's cannot be compared with another's.
+        BadRequest: grades of another judge are in the run (``refuse_other_judge``).
         JudgeFailed: the judge gave no grades.
     """
+    refuse_other_judge(out, grader)
     path = out / NAME
     grades = read_grades(out)
-    if any(entry.get("judge", grader.digest) != grader.digest for entry in read_entries(path)):
-        raise BadRequest(
-            f"{path} holds grades by another model or rubric, or with other images; move it away to have all answers "
-            "graded anew"
-        )
     end_at_a_whole_line(path)
     samples = {
         (name, options.chunks or sample.chunks, sample.id): sample

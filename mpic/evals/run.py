@@ -10,7 +10,6 @@ stops, the run ends with its error.
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -33,6 +32,7 @@ from mpic.evals.config import EvalConfig
 from mpic.evals.flops import Flops
 from mpic.evals.linking import parse_linking
 from mpic.evals.resolve import LocalResolver, counter_of, fitter_of, splitter_of
+from mpic.evals.run_facts import begin_run, record_fact
 from mpic.evals.tasks import GRIDS, Options, Sample, TaskError, find
 from mpic.kv.chunk import Chunk
 from mpic.model.dtype_choice import dtype_for_results
@@ -51,73 +51,25 @@ class Evaluator:
 
     Raises:
         BadRequest: the folder holds a run of another model or seed, or a task over another file or split.
-
-    ``run.json`` keeps what the answers depend on; runs of earlier versions lack some of it, which is then added.
+        TaskError: local files of tasks do not exist; it names all of them, and the model if that is not here either.
     """
 
     def __init__(self, config: EvalConfig, out: Path) -> None:
         self.config, self.out = config, out
+        if missing := config.missing():
+            raise TaskError("\n".join([*missing, *filter(None, [config.missing_model()])]))
         out.mkdir(parents=True, exist_ok=True)
         self.done = {answer.key: answer for answer in ready(out)}
-        self._same_run()
-
-    def _same_run(self) -> None:
-        path = self.out / "run.json"
-        mine: dict[str, Any] = {
-            "fingerprint": self.config.fingerprint(),
-            "model": Path(self.config.model).name,
-            "data": self.config.data(),
-            "contents": self.config.contents(),
-        }
-        if self.config.title is not None:
-            mine["title"] = self.config.title
-        if path.exists() and self.done:
-            found = json.loads(path.read_text())
-            if found["fingerprint"] != mine["fingerprint"]:
-                raise BadRequest(
-                    f"{self.out} holds a run of another model, seed or dtype; give another --out"
-                )
-            before = found.get("data", {})
-            for cell, data in mine["data"].items():
-                if before.get(cell, data) != data:
-                    raise BadRequest(
-                        f"{self.out} holds answers of {cell} over another file or split; give another --out"
-                    )
-            mine["data"] = {**before, **mine["data"]}
-            known = found.get("contents", {})
-            for cell, digests in mine["contents"].items():
-                if known.get(cell, digests) != digests:
-                    raise BadRequest(
-                        f"{self.out} holds answers of {cell} over a file that has changed; give another --out"
-                    )
-            mine["contents"] = {**known, **mine["contents"]}
-            if self.config.title is None and "title" in found:
-                mine["title"] = found["title"]
-            for name in ("packet", "computed"):
-                if name in found:
-                    mine[name] = found[name]
-        path.write_text(json.dumps(mine, indent=2) + "\n")
-
-    def _same(self, name: str, value: Any, words: str) -> None:
-        """Records a fact that is known once the model is loaded. Raises BadRequest: the run has answers of another
-        one."""
-        path = self.out / "run.json"
-        facts = json.loads(path.read_text())
-        if facts.get(name, value) != value:
-            raise BadRequest(f"{self.out} holds answers {words}; give another --out")
-        path.write_text(json.dumps(facts | {name: value}, indent=2) + "\n")
+        begin_run(config, out, answered=bool(self.done))
 
     def run(self, progress: Progress | None = None) -> list[PolicyAnswer]:
         """Answers the questions that have not been answered yet.
 
         Raises:
+            BadRequest: the answers so far are of another dtype, kind of device or adapter.
             EngineStopped: the engine has ended; every later question would be skipped.
-            TaskError: local files of tasks do not exist; it names all of them, and the model if that is not here
-                either.
         """
         cells = self.config.cells()
-        if missing := self.config.missing():
-            raise TaskError("\n".join([*missing, *filter(None, [self.config.missing_model()])]))
         config = self.config
         settings = EngineConfig(
             model=config.model,
@@ -133,9 +85,8 @@ class Evaluator:
             settings = replace(settings, policy=packets[0])  # such a policy is refused without an adapter
         engine, processor = load_engine(settings)
         try:
-            self._same("computed", _computed(engine, config), "in another dtype or on another kind of device")
             if packets:
-                self._same("packet", engine.info.details["packet"], "of another adapter")
+                record_fact(self.out, "packet", engine.info.details["packet"], "of another adapter")
             for press in (parse_press(linking.press) for linking in linkings):
                 if press is not None and press.syntax not in engine.presses():
                     raise BadRequest(f"press {press} does not run on model {engine.info.name}")
@@ -150,7 +101,8 @@ class Evaluator:
                         progress.update(bar, description=f"{name} {options.chunks or ''}")
                     done = {key: answer for key, answer in self.done.items() if answer.lasting}
                     ask = partial(session.ask, name, options, done=done)
-                    for answers in _map(ask, session.samples(name, options), self.config.at_once):
+                    samples = self._samples(session, name, options, done)
+                    for answers in _map(ask, samples, self.config.at_once):
                         for answer in answers:
                             self.done[answer.key] = answer
                             lines.write(lines_of([answer]))
@@ -161,6 +113,20 @@ class Evaluator:
         finally:
             engine.close()
         return list(self.done.values())
+
+    def _samples(
+        self, session: _Session, name: str, options: Options, done: dict[Any, PolicyAnswer]
+    ) -> Iterator[Sample]:
+        """Yields the samples of a cell. Before the first that lacks answers, checks that they would be computed as
+        those before; a finished run may be graded on another machine."""
+        checked = False
+        for sample in session.samples(name, options):
+            if not checked and session.missing(name, options, sample, done):
+                computed = _computed(session.engine, self.config)
+                words = "in another dtype or on another kind of device"
+                record_fact(self.out, "computed", computed, words)
+                checked = True
+            yield sample
 
 
 def questions_of(name: str, options: Options) -> int:
@@ -204,15 +170,22 @@ class _Session:
         tools = {"splitter": splitter_of(self.template), "count": counter_of(self.template), "fit": fit}
         return find(name).load(replace(options, **tools))
 
+    def missing(
+        self, name: str, options: Options, sample: Sample, done: dict[Any, PolicyAnswer]
+    ) -> list[str]:
+        """Returns the policies whose answers are missing."""
+        chunks = options.chunks or sample.chunks
+        return [p for p in self.config.policies if (name, chunks, sample.id, p) not in done]
+
     def ask(
         self, name: str, options: Options, sample: Sample, done: dict[Any, PolicyAnswer]
     ) -> list[PolicyAnswer]:
         """Returns the sample's missing answers. The answer of ``full`` comes first, because the others are compared
         with it."""
-        policies, chunks = self.config.policies, options.chunks or sample.chunks
-        missing = [p for p in policies if (name, chunks, sample.id, p) not in done]
+        missing = self.missing(name, options, sample, done)
         if not missing:
             return []
+        chunks = options.chunks or sample.chunks
         common = {"expected": sample.expected, "metric": options.metric}
         answers = {p: PolicyAnswer(name, chunks, sample.id, p, **common) for p in missing}
         try:

@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from mpic.config import ConfigError
 from mpic.errors import BadRequest
+from mpic.evals import cli
 from mpic.evals.answers import PolicyAnswer, lines_of
 from mpic.evals.compare import compare_policies
 from mpic.evals.config import EvalConfig, Judge, TaskEntry
@@ -169,6 +171,27 @@ def test_grades_of_another_judge_do_not_mix_into_a_run(tmp_path):
     path.write_text(json.dumps({"key": answers[0].key, "grades": grades(4)}) + "\n")
     found = judge_run(config, tmp_path, answers, grader([json.dumps(grades(5))], []))
     assert [one["Overall Score"] for one in found.values()] == [4, 5]
+
+
+def test_another_judge_is_refused_before_anything_is_asked(tmp_path, monkeypatch):
+    class Loaded(Exception):
+        pass
+
+    def load_engine(config):
+        raise Loaded
+
+    monkeypatch.setattr("mpic.evals.run.load_engine", load_engine)
+    config, out = tmp_path / "e.toml", tmp_path / "out"
+    text = '[[task]]\nname = "world-image"\n[judge]\nbase_url = "http://judge/v1"\nmodel = "grader"\n'
+    run = lambda: CliRunner().invoke(cli.app, ["run", str(config), "--out", str(out)]).exception
+    config.write_text(text)
+    assert isinstance(run(), Loaded)
+    entry = {"key": ["world-image", 1, "0", "full"], "judge": "another", "grades": grades(4)}
+    (out / "grades.jsonl").write_text(json.dumps(entry) + "\n")
+    assert "another model or rubric" in str(run())
+    (out / "grades.jsonl").unlink()
+    config.write_text(f'{text}rubric = "none"\n')
+    assert isinstance(run(), ConfigError)
 
 
 def test_a_grade_cut_off_by_a_kill_is_asked_for_again_on_a_line_of_its_own(tmp_path):
