@@ -1,9 +1,10 @@
 """Tells whether the processor is fast at products of pairs of bf16 numbers: builds ``pairs.c`` and measures.
 
-AVX-512 BF16 multiplies a pair of numbers in each lane with one instruction. On AMD's processors since Zen 4 that takes,
-by published tables, as long as an instruction for one fp32 number a lane, so that bf16 doubles the speed. On Intel's, which have a matrix
-unit for such products, it takes 1.6 to 1.8 times as long, and torch's products of bf16 numbers, which are made of it,
-about twice as long as those of fp32 numbers. That counts where a virtual machine hides the unit.
+AVX-512 BF16 multiplies a pair of numbers in each lane with one instruction. On AMD's processors since Zen 4 that
+takes, by published tables, as long as an instruction for one fp32 number a lane, so that bf16 doubles the speed. On
+Intel's, which have a matrix unit for such products, it takes 1.6 to 1.8 times as long, and torch's products of bf16
+numbers, which are made of it, about twice as long as those of fp32 numbers. That counts where a virtual machine hides
+the unit.
 """
 
 from __future__ import annotations
