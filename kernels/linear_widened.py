@@ -47,16 +47,8 @@ class WidenedKernel:
         return True
 
     def __call__(self, x: torch.Tensor, products: Sequence[Product], outs: Sequence[torch.Tensor]) -> None:
-        """Writes ``x W^T + b`` for some weights.
-
-        Args:
-            x: ``[..., inputs]``; any number of rows.
-            products: weights ``[outputs, inputs]`` and biases ``[outputs]`` or None.
-            outs: contiguous memory ``[..., outputs]`` for each.
-
-        Raises:
-            ValueError: other dtypes or devices, weights that do not lie row by row, sizes that do not fit.
-        """
+        """Writes ``x W^T + b`` for some weights; shapes and errors as ``LinearTilesKernel.__call__``, for rows of any
+        number of inputs."""
         inputs = x.shape[-1]
         for by, out in zip(products, outs, strict=True):
             linear.refuse(self, x, by.weight, by.bias, out)

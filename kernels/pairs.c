@@ -18,31 +18,23 @@ static int64_t now(void) {
 /* A sum that the compiler must compute. */
 #define KEEP(sum) __asm__ volatile("" : "+v"(sum))
 
-static int64_t time_pairs(__m512i x) {
-  __m512 sum[SUMS];
-  for (int i = 0; i < SUMS; i++) sum[i] = _mm512_setzero_ps();
-  const int64_t began = now();
-  for (int round = 0; round < ROUNDS; round++)
-#pragma GCC unroll 16
-    for (int i = 0; i < SUMS; i++) {
-      sum[i] = _mm512_dpbf16_ps(sum[i], (__m512bh)x, (__m512bh)x);
-      KEEP(sum[i]);
-    }
-  return now() - began;
-}
+/* Defines a function that returns the nanoseconds of ROUNDS times SUMS products of x by itself, each added to `sum`. */
+#define TIMED(name, numbers, product)                             \
+  static int64_t name(numbers x) {                                \
+    __m512 sums[SUMS];                                            \
+    for (int i = 0; i < SUMS; i++) sums[i] = _mm512_setzero_ps(); \
+    const int64_t began = now();                                  \
+    for (int round = 0; round < ROUNDS; round++)                  \
+      _Pragma("GCC unroll 16") for (int i = 0; i < SUMS; i++) {   \
+        __m512 sum = sums[i];                                     \
+        sums[i] = product;                                        \
+        KEEP(sums[i]);                                            \
+      }                                                           \
+    return now() - began;                                         \
+  }
 
-static int64_t time_singles(__m512 x) {
-  __m512 sum[SUMS];
-  for (int i = 0; i < SUMS; i++) sum[i] = _mm512_setzero_ps();
-  const int64_t began = now();
-  for (int round = 0; round < ROUNDS; round++)
-#pragma GCC unroll 16
-    for (int i = 0; i < SUMS; i++) {
-      sum[i] = _mm512_fmadd_ps(x, x, sum[i]);
-      KEEP(sum[i]);
-    }
-  return now() - began;
-}
+TIMED(time_pairs, __m512i, _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)x))
+TIMED(time_singles, __m512, _mm512_fmadd_ps(x, x, sum))
 
 /* The time of an instruction for pairs, which does the work of two, over that of one for fp32 numbers: the least times of
  * several tries in turns, because whatever else runs only adds to them. */

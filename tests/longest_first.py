@@ -13,7 +13,7 @@ SECONDS = {
     "vllm": 500,
     "tests/webui": 300,
     "tests/client": 45,
-    "tests/evals/test_bench.py": 65,
+    "tests/evals/test_bench.py": 50,
     "tests/train/test_resume.py": 65,
     "tests/evals/test_gpu_cases.py": 50,
     "tests/server/test_schemathesis.py": 50,

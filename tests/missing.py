@@ -1,4 +1,4 @@
-"""What some tests need and a machine may lack."""
+"""Finds out which of the programs that some tests need are missing on a machine, and tells it at the end of a run."""
 
 from __future__ import annotations
 

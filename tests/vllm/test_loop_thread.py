@@ -1,4 +1,4 @@
-"""What is handed to an event loop in a thread of its own while that ends."""
+"""The tests hand work to an event loop in a thread of its own while that loop ends."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a report's run is made on: facts that tell runs in one file apart. The standard library is all this needs, so
-that a report can begin before torch is imported."""
+"""Describes the machine and the software of a report's run, by which the runs of one file are told apart. This module
+needs nothing but the standard library, so that a report can begin before torch is imported."""
 
 from __future__ import annotations
 
