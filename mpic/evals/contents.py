@@ -1,4 +1,4 @@
-"""Digests of the local files that samples come from: two files may have one name."""
+"""Computes digests of the local files that samples come from, because two files may have one name."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mpic.evals.tasks import Options
 
 
 def cell_name(name: str, options: Options) -> str:
+    """Returns how a cell of a task is named in ``run.json``."""
     return f"{name}, {options.chunks} chunks" if options.chunks else name
 
 

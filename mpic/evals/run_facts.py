@@ -1,4 +1,5 @@
-"""``run.json``: what the answers of a run depend on. Runs of earlier versions lack some of it, which is then added."""
+"""Writes and compares ``run.json``, which says what the answers of a run depend on. Runs of earlier versions lack some
+of it, which is then added."""
 
 from __future__ import annotations
 
