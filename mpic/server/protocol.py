@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import fcntl
 import json
+import re
 import socket
 import struct
 import sys
 import termios
+from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Literal
 
 import httptools
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -34,6 +38,22 @@ DRAINED = 48 << 10
 """Bytes that have left the write buffer, at least, when it falls from its high-water mark to its low one."""
 LINGER_SECONDS = 1.0
 """Time in which the rest of a refused request is discarded, so that the client reads the error."""
+EVENTS = ("on_message_begin", "on_url", "on_header", "on_headers_complete", "on_body", "on_message_complete")
+
+
+class _BehindHeader:
+    """Passes the events of a parser on to a connection, without those of the first header."""
+
+    def __init__(self, connection: HTTPConnection) -> None:
+        self._passing = False
+        for name in EVENTS:
+            setattr(self, name, partial(self._pass, name, getattr(connection, name)))
+
+    def _pass(self, name: str, event: Callable[..., None], *args: bytes) -> None:
+        if self._passing:
+            event(*args)
+        elif name == "on_headers_complete":
+            self._passing = True
 
 
 class HTTPConnection(HttpToolsProtocol):
@@ -168,11 +188,23 @@ class HTTPConnection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._raw_bytes += len(data)
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            return  # a request for another protocol is answered in this one
+            self._parse(data)
         except httptools.HttpParserError:
             self._malformed()
+
+    def _parse(self, data: bytes) -> None:
+        """Feeds the parser. It takes what follows the offer of another protocol for that protocol, but an offer that is
+        ignored changes nothing (RFC 9110, 7.8): another parser, which has not seen the offer, reads on."""
+        while data:
+            try:
+                return self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as offer:
+                data = data[offer.args[0] :]
+                fields = b"".join(b"%s: %s\r\n" % field for field in self.headers if field[0] != b"upgrade")
+                version = self.parser.get_http_version().encode()
+                head = b"%s %s HTTP/%s\r\n%s\r\n" % (self.parser.get_method(), self.url, version, fields)
+                self.parser = httptools.HttpRequestParser(_BehindHeader(self))
+                self.parser.feed_data(head)
 
     def _allowed(self) -> int:
         """Returns how many bytes may have been read in the present state."""
@@ -193,17 +225,42 @@ class HTTPConnection(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Takes a field of the header, or of the trailer after a chunked body."""
+        """Takes a field of the header, or of the trailer after a chunked body, which nobody reads."""
         self._count(len(name) + len(value) + FIELD_BYTES)
-        super().on_header(name, value)
+        if self._state == "header":
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if wrong := self._wrong_in_header():
+            self._stop(InvalidHTTP(wrong))
+        if self.parser.get_http_version() == "1.0":
+            self.expect_100_continue = False
         super().on_headers_complete()
         self._enter("body")
         if len(self.pipeline) > PIPELINED:
             self._stop(InvalidHTTP(f"more than {PIPELINED} requests wait on one connection"))
         if self.pipeline and self._unread_bodies() <= HIGH_WATER_LIMIT:
             self.flow.resume_reading()  # uvicorn stops reading here, and then sees no client that disconnects
+
+    def _wrong_in_header(self) -> str | None:
+        """Returns why a header is refused that the parser accepts, if it is: something between client and server may
+        read another host, another length or another protocol in it."""
+        version = self.parser.get_http_version()
+        hosts, codings = (
+            [v for n, v in self.headers if n == name] for name in (b"host", b"transfer-encoding")
+        )
+        authority = re.split(b"[/?#]", self.url.partition(b"://")[2])[0]
+        if version not in ("1.0", "1.1"):
+            return f"HTTP/{version} is not spoken here; send HTTP/1.1"
+        if self.parser.get_method() == b"CONNECT":
+            return "this server opens no tunnels (CONNECT)"
+        if len(hosts) > 1 or (not hosts and version == "1.1"):
+            return f"a request has one Host field, not {len(hosts)}"
+        if codings and (version == "1.0" or [coding.lower() for coding in codings] != [b"chunked"]):
+            return "the only Transfer-Encoding is chunked, and only in HTTP/1.1"
+        if self.url[:1] not in (b"/", b"*") and [authority.lower()] != [host.lower() for host in hosts]:
+            return "the target of the request and its Host field name different hosts"
+        return None
 
     def _unread_bodies(self) -> int:
         """Returns the bytes of bodies that the application has not received yet."""
@@ -212,6 +269,8 @@ class HTTPConnection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
+        if cycle.scope["http_version"] == "1.0":
+            app = partial(_without_chunks, app, cycle)
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
@@ -219,6 +278,8 @@ class HTTPConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # only the header has ended, see ``_parse``
         super().on_message_complete()
         self._enter("complete")
 
@@ -294,3 +355,23 @@ class HTTPConnection(HttpToolsProtocol):
         for name, value in self.server_state.default_headers:
             head += f"{name.decode('latin-1')}: {value.decode('latin-1')}\r\n"
         return f"{head}\r\n".encode("latin-1") + body
+
+
+async def _without_chunks(
+    app: Any, cycle: RequestResponseCycle, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Runs the application for a client of HTTP/1.0, which knows no chunks: an answer of unknown length ends with the
+    connection."""
+
+    declared = True
+
+    async def sending(message: Message) -> None:
+        nonlocal declared
+        if message["type"] == "http.response.start":
+            declared = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            cycle.chunked_encoding = None if declared else False  # None: uvicorn decides
+        elif not declared:
+            cycle.expected_content_length = len(message.get("body", b""))  # uvicorn checks what is left of it
+        await send(message)
+
+    await app(scope, receive, sending)

@@ -4,6 +4,7 @@ import contextlib
 import io
 import logging
 import re
+import socket
 import time
 from collections import Counter
 from dataclasses import replace
@@ -323,12 +324,162 @@ def test_garbage_is_refused_with_a_code_and_without_a_line_in_the_log_for_each(f
     assert len(caplog.records) < 5
 
 
-def test_a_request_for_another_protocol_is_answered_in_http(front, client):
+H2C = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__")
+OFFERS = {
+    "h2c": H2C,
+    "websocket": (
+        "Connection: Upgrade",
+        "Upgrade: websocket",
+        "Sec-WebSocket-Version: 13",
+        "Sec-WebSocket-Key: eA==",
+    ),
+    "last": ("Upgrade: tls/1.0, irc", "connection: keep-alive, UPGRADE"),
+}
+HELLO = b'{"messages": [{"role": "user", "content": "hello"}]}'
+INNER = b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+"""A body that is a request itself."""
+
+
+def in_chunks(body):
+    return b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\nx-trailer: 1\r\n\r\n"
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["length", "chunks"])
+@pytest.mark.parametrize("pieces", ["one", "header and body", "bytes"])
+@pytest.mark.parametrize("offer", OFFERS)
+def test_what_follows_an_offer_of_another_protocol_is_the_body_of_the_request(front, offer, pieces, chunked):
+    """RFC 9110, 7.8. Behind it stand a second such request, whose body is a request, and one without a body."""
+
+    def request(line, body):
+        length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {len(body)}"
+        fields = [f"{line} HTTP/1.1", "Host: 127.0.0.1", f"Authorization: Bearer {front.key}", *OFFERS[offer]]
+        head = "\r\n".join([*fields, "Content-Type: application/json", length, "", ""]).encode()
+        return head, in_chunks(body) if chunked else body
+
+    plain = f"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {front.key}\r\n\r\n"
+    sent = [*request(CHAT, HELLO), *request(CHAT, INNER), *request("GET /v1/models", b""), plain.encode()]
+    if pieces == "one":
+        sent = [b"".join(sent)]
+    elif pieces == "bytes":
+        sent = [bytes([byte]) for byte in b"".join(sent)]
+    client = front.connect()
+    client.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for piece in sent:
+        client.send(piece)
+        if pieces == "header and body":
+            time.sleep(0.05)  # in a segment of its own
+    assert re.findall(rb"HTTP/1.1 (\d+)", client.rest()) == [b"200", b"400", b"200", b"200"]
+
+
+def test_a_client_that_offers_another_protocol_is_told_to_continue(front, client):
+    length = f"Content-Length: {len(HELLO)}"
+    client.head(CHAT, *H2C, "Expect: 100-continue", "Content-Type: application/json", length)
+    assert client.answer()[0] == 100
+    client.send(HELLO)
+    assert client.answer()[0] == 200
+
+
+def test_a_body_behind_an_offer_of_another_protocol_is_bounded_in_time(front, client):
+    client.head(CHAT, *H2C, *LENGTH)
+    assert client.refusal() == LATE
+
+
+def test_an_offer_of_another_protocol_without_a_body_is_answered_in_http(front, client):
     front.engine.pause = 0.2
-    version = ("Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: eA==")
-    client.head("GET /v1/models", "Connection: Upgrade", "Upgrade: websocket", *version)
+    client.head("GET /v1/models", *OFFERS["websocket"])
     assert client.answer()[0] == 200
     assert client.rest() == b"" and front.settled()
+
+
+HOST = b"Host: 127.0.0.1\r\n"
+POST = b"POST /v1/models HTTP/1.1\r\n" + HOST
+AMBIGUOUS = {
+    "two hosts": b"GET / HTTP/1.1\r\n" + HOST + b"Host: other\r\n\r\n",
+    "the same host twice": b"GET / HTTP/1.1\r\n" + HOST + HOST + b"\r\n",
+    "two hosts in 1.0": b"GET / HTTP/1.0\r\n" + HOST + b"Host: other\r\n\r\n",
+    "no host": b"GET / HTTP/1.1\r\n\r\n",
+    "a target with another host": b"GET http://other/ HTTP/1.1\r\n" + HOST + b"\r\n",
+    "a target with another port": b"GET http://127.0.0.1:1/ HTTP/1.1\r\n" + HOST + b"\r\n",
+    "a target with a name before its host": b"GET http://127.0.0.1@other/ HTTP/1.1\r\n" + HOST + b"\r\n",
+    "a target of another scheme": b"GET x+y://other/ HTTP/1.1\r\n" + HOST + b"\r\n",
+    "a target and no host": b"GET http://127.0.0.1/ HTTP/1.0\r\n\r\n",
+    "two lengths": POST + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\nab",
+    "two lengths in one field": POST + b"Content-Length: 1, 2\r\n\r\nab",
+    "a signed length": POST + b"Content-Length: +1\r\n\r\na",
+    "length and chunks": POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "chunks and length": POST + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+    "another coding": POST + b"Transfer-Encoding: gzip\r\n\r\n0\r\n\r\n",
+    "another coding before chunks": POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+    "another coding in a field before": POST
+    + b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "another coding after chunks": POST + b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
+    "chunks twice": POST + b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
+    "almost chunks": POST + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+    "chunks in 1.0": POST.replace(b"/1.1", b"/1.0") + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "chunks without CR": POST + b"Transfer-Encoding: chunked\r\n\r\n1\na\n0\n\n",
+    "a chunk with a sign": POST + b"Transfer-Encoding: chunked\r\n\r\n-1\r\na\r\n0\r\n\r\n",
+    "a folded field": b"GET / HTTP/1.1\r\n" + HOST + b"X: a\r\n b\r\n\r\n",
+    "lines without CR": b"GET / HTTP/1.1\nHost: 127.0.0.1\n\n",
+    "a field without CR": b"GET / HTTP/1.1\r\nHost: 127.0.0.1\nX: a\r\n\r\n",
+    "a CR in a field": b"GET / HTTP/1.1\r\n" + HOST + b"X: a\rb\r\n\r\n",
+    "a zero byte in a field": b"GET / HTTP/1.1\r\n" + HOST + b"X: a\0b\r\n\r\n",
+    "a space before the colon": b"GET / HTTP/1.1\r\nHost : 127.0.0.1\r\n\r\n",
+    "a space before the first field": b"GET / HTTP/1.1\r\n Host: 127.0.0.1\r\n\r\n",
+    "a tunnel": b"CONNECT 127.0.0.1:80 HTTP/1.1\r\nHost: 127.0.0.1:80\r\n\r\n",
+    "the preface of HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "HTTP/2 in text": b"GET / HTTP/2.0\r\n" + HOST + b"\r\n",
+    "HTTP/0.9 in text": b"GET / HTTP/0.9\r\n" + HOST + b"\r\n",
+}
+
+
+@pytest.mark.parametrize("offered", [False, True], ids=["", "with an offer of another protocol"])
+@pytest.mark.parametrize("what", AMBIGUOUS)
+def test_a_request_that_two_servers_may_read_differently_is_refused_with_all_that_follows_it(
+    front, what, offered
+):
+    sent = AMBIGUOUS[what]
+    if offered:
+        sent = sent.replace(b"\r\n\r\n", b"\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n", 1)
+    client = front.connect()
+    client.send(sent + INNER)
+    said = client.rest()
+    assert re.findall(rb"HTTP/1.1 (\d+)", said) == [b"400"] and b'"invalid_http"' in said
+
+
+def test_a_target_with_the_host_of_the_request_is_served(front, client):
+    client.send(b"GET http://LOCALHOST:80/health/live HTTP/1.1\r\nHost: localhost:80\r\n\r\n")
+    assert client.answer()[0] == 200
+
+
+def test_fields_behind_a_body_are_not_those_of_the_header(front, client):
+    client.head("GET /v1/models", "Transfer-Encoding: chunked", key=False)
+    client.send(f"0\r\nAuthorization: Bearer {front.key}\r\n\r\n".encode())
+    assert client.answer()[0] == 401
+    client.send(
+        b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+        + f"0\r\nAuthorization: Bearer {front.key}\r\n\r\n".encode()
+    )
+    assert client.answer()[0] == 401
+
+
+@pytest.mark.parametrize("keep", ["", "Connection: keep-alive\r\n"], ids=["", "keep-alive"])
+def test_answers_in_http_1_0_have_a_length_or_end_with_the_connection(front, keep):
+    def ask(line, body=b"", more=""):
+        client = front.connect()
+        fields = f"Authorization: Bearer {front.key}\r\nContent-Type: application/json\r\n{keep}{more}"
+        client.send(
+            f"{line} HTTP/1.0\r\n{fields}Content-Length: {len(body)}\r\n".encode() + HOST + b"\r\n" + body
+        )
+        header, _, content = client.rest().partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in header and b"connection: close" in header
+        return header, content
+
+    whole, content = ask(CHAT, HELLO, "Expect: 100-continue\r\n")
+    assert whole.startswith(b"HTTP/1.1 200") and f"content-length: {len(content)}".encode() in whole
+    streamed, content = ask(CHAT, HELLO[:-1] + b', "stream": true}')
+    assert b"content-length" not in streamed
+    assert content.startswith(b"data: {") and content.endswith(b"\n\ndata: [DONE]\n\n")
+    assert ask("HEAD /v1/models")[1] == b""
 
 
 def test_a_refusal_cannot_be_mistaken_for_an_earlier_answer(front, client):
