@@ -136,6 +136,12 @@ class Forbidden(MPICError):
     status, code = 403, "forbidden"
 
 
+class KeysNeeded(Forbidden):
+    """The request came through a proxy, and the server has no keys to tell who sent it."""
+
+    code = "keys_needed"
+
+
 class StorageQuotaExceeded(Forbidden):
     code = "storage_quota_exceeded"
 

@@ -39,7 +39,7 @@ class KeyFile:
     def __init__(self, folder: Path, patience: float) -> None:
         self.path = folder / FILE
         self._patience = patience
-        self._opened: tuple[int, int] | None = None  # the file that the connections are of
+        self.opened: tuple[int, int] | None = None  # which file the connections are of
         self._missing = False  # the log says that there is none
         # Every request reads, and must not wait for those who write, as these wait for the disk.
         self._reading, self._writing = threading.Lock(), threading.Lock()
@@ -52,7 +52,7 @@ class KeyFile:
         with self._translated():
             self._connect("rwc", PATIENCE).close()  # makes the file if there is none
             self._open(PATIENCE)
-        self._opened = self._identity()
+        self.opened = self._identity()
 
     @contextmanager
     def reading(self, removed: bool = False) -> Iterator[sqlite3.Connection]:
@@ -65,7 +65,7 @@ class KeyFile:
             DatabaseFailed: there is none.
         """
         found = self._identity()
-        if not (removed and found is None and self._opened is not None):
+        if not (removed and found is None and self.opened is not None):
             self._follow(found)
         with self._reading, self._translated():
             yield self._reader
@@ -127,18 +127,18 @@ class KeyFile:
                 f"{FILE} was removed while it was in use: every key is refused until it is back"
             )
         self._missing = False
-        if found == self._opened:
+        if found == self.opened:
             return
         with self._writing, self._reading, self._translated():
-            if found == self._opened:  # another thread was here
+            if found == self.opened:  # another thread was here
                 return
-            if self._opened is not None:
+            if self.opened is not None:
                 self._empty_log()
-                self._opened = None
+                self.opened = None
             self._reader.close()
             self._writer.close()
             self._open(self._patience)
-            self._opened = found  # as it was before opening: a file that came in between is noticed next time
+            self.opened = found  # as it was before opening: a file that came in between is noticed next time
             log.warning("%s was replaced: the keys in it count from now on", self.path)
 
     def _empty_log(self) -> None:

@@ -16,18 +16,20 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import re
 import secrets
 import sqlite3
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from mpic.database import PATIENCE
-from mpic.errors import BadRequest, DatabaseFailed, NotFound
+from mpic.durable import FileSystem
+from mpic.errors import BadRequest, DatabaseFailed, NotFound, Unavailable
 from mpic.file_status import is_file
 from mpic.key_file import FILE, KeyFile
 
@@ -37,6 +39,8 @@ MOST_LOGINS = 100
 """Logins of one key that are kept; the oldest end first."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 KEY = re.compile(r"mpic_([0-9a-f]{8})_[A-Za-z0-9_-]{43}")
+NEEDED = "keys.needed"
+"""File beside the keys that says that there were some: whoever loses them must not get an open server instead."""
 Role = Literal["user", "admin"]
 ROLES: tuple[Role, ...] = ("user", "admin")
 
@@ -45,6 +49,12 @@ class KeyNotFound(NotFound):
     """No key has this prefix."""
 
     code = "key_not_found"
+
+
+class KeysLost(Unavailable):
+    """The folder has had keys, and has none now."""
+
+    code = "keys_lost"
 
 
 @dataclass(frozen=True)
@@ -127,6 +137,7 @@ class KeyStore:
         row += (limits.requests_per_minute, limits.concurrent, limits.bytes, limits.files)
         with self._file.writing() as db:
             db.execute("INSERT INTO keys VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+        mark_keys(self.path.parent)
         return secret, self.get(prefix)
 
     def find(self, secret: str) -> Key | None:
@@ -164,11 +175,20 @@ class KeyStore:
 
     def exist(self) -> bool:
         """Returns whether a key was ever made here. Revoked keys count, because revoking the last key must not open the
-        server. So do keys that this store has seen in a file that was removed or replaced since."""
+        server. So do those of a file that was lost, emptied or replaced since: ``NEEDED`` remembers them."""
+        if not self._any:
+            self._any = _is_there(self.path.with_name(NEEDED))
         if not self._any:
             with self._file.reading(removed=True) as db:
                 self._any = db.execute("SELECT 1 FROM keys LIMIT 1").fetchone() is not None
+            if self._any:  # made by an earlier version, which left no mark
+                mark_keys(self.path.parent)
         return self._any
+
+    def version(self) -> tuple[object, ...]:
+        """Returns a value that changes whenever another connection or process has changed the keys."""
+        with self._file.reading() as db:
+            return self._file.opened, db.execute("PRAGMA data_version").fetchone()[0]
 
     def log_in(self, key: Key) -> str:
         """Returns a new cookie that stands for a key, for ``LOGIN_SECONDS`` or until the key is revoked."""
@@ -215,16 +235,46 @@ class KeyStore:
 
 
 def any_keys(folder: Path) -> bool:
-    """Returns whether a key was ever made for this folder. Unlike a ``KeyStore``, it creates neither the folder nor a
-    file. Raises the errors of a ``KeyStore``."""
-    try:
-        found = is_file(folder / FILE)
-    except OSError as error:
-        raise DatabaseFailed(f"{folder / FILE} cannot be looked at ({error.strerror})") from error
-    if not found:
-        return False
+    """Returns whether a key was ever made for this folder. Unlike a ``KeyStore``, it creates neither the folder nor the
+    file of the keys. Raises the errors of a ``KeyStore``."""
+    if not _is_there(folder / FILE):
+        return _is_there(folder / NEEDED)
     with closing(KeyStore(folder)) as keys:
         return keys.exist()
+
+
+def check_not_lost(folder: Path) -> None:
+    """Raises KeysLost if the folder has had keys and has none now, and the errors of a ``KeyStore``."""
+    if not any_keys(folder):
+        return
+    there = _is_there(folder / FILE)
+    if there:
+        with closing(KeyStore(folder)) as keys:
+            if keys.listing():
+                return
+    raise KeysLost(
+        f"{folder} has had API keys, but {f'{FILE} holds none' if there else f'{FILE} is missing'}: put a copy of it "
+        f"back, or make a key with `mpic keys create NAME --role admin`. To serve this machine without keys again, "
+        f"remove {NEEDED} from the folder."
+    )
+
+
+def mark_keys(folder: Path) -> None:
+    """Marks a folder as one that has keys, durably. Raises DatabaseFailed if that cannot be written."""
+    filesystem = FileSystem()
+    try:
+        with suppress(FileExistsError):
+            os.close(filesystem.create(folder / NEEDED))
+            filesystem.sync_folder(folder)
+    except OSError as error:
+        raise DatabaseFailed(f"{folder / NEEDED} cannot be written ({error.strerror})") from error
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return is_file(path)
+    except OSError as error:
+        raise DatabaseFailed(f"{path} cannot be looked at ({error.strerror})") from error
 
 
 def _hash(secret: str) -> bytes:

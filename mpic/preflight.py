@@ -18,7 +18,7 @@ from mpic.config import Config, ConfigError, EngineConfig, RetrievalConfig, orig
 from mpic.errors import LibraryInUse, ModelRefused, MPICError
 from mpic.file_status import is_file, is_folder, status_of
 from mpic.http.listening import bind
-from mpic.keys import any_keys
+from mpic.keys import any_keys, check_not_lost
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
@@ -34,6 +34,7 @@ def check(config: Config) -> None:
         ModelRefused: the model is a folder that does not exist or holds no model.
         LibraryInUse: another process has the library open.
         DatabaseFailed, DatabaseDamaged: the API keys cannot be read.
+        KeysLost: the folder has had API keys, and has none now.
     """
     root = Path(config.library.data_dir)
     has_keys = any_keys(root)
@@ -45,6 +46,7 @@ def check(config: Config) -> None:
         )
     bind(config.server.host, config.server.port, has_keys).close()
     check_folder(root)
+    check_not_lost(root)
     check_engine(config.engine)
     check_model(config.engine.model)
     check_embedder(config.retrieval)

@@ -113,6 +113,15 @@ class Client:
             pass
         return said
 
+    def until(self, end: bytes) -> bytes:
+        """Returns the server's output up to these bytes."""
+        said = b""
+        while not said.endswith(end):
+            piece = self.socket.recv(65536)
+            assert piece, said
+            said += piece
+        return said
+
     def answer(self) -> tuple[int, Any]:
         """Returns status and JSON body (None if it is not JSON) of one response with a Content-Length."""
         stream = self.socket.makefile("rb")

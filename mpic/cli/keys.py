@@ -20,10 +20,10 @@ app = command_app(
     "Without keys the server answers this machine only, without asking who it is. From the first key on, every request "
     "needs a key, that of this machine and of the web page too "
     "(`Authorization: Bearer KEY`), and `mpic serve --host 0.0.0.0` is allowed. Keys may be made and revoked while the "
-    "server runs; a revoked key is refused from its next request on.\n\n"
+    "server runs; a revoked key is refused from its next request on, and its running answers end within a second.\n\n"
     "What was uploaded before belongs to the user `local`: `mpic library give local NAME` gives it to the user of a "
-    "key. The way back to a server without keys: stop it, remove `keys.sqlite` from its data folder, start it; uploads "
-    "of the keys' users stay, and are found again when their keys are made again."
+    "key. The way back to a server without keys: stop it, remove `keys.sqlite` and `keys.needed` from its data folder, "
+    "start it; uploads of the keys' users stay, and are found again when their keys are made again."
 )
 
 DataDir = Annotated[Path | None, typer.Option(help="the library's folder, as given to mpic serve")]
@@ -87,13 +87,15 @@ def listing(data_dir: DataDir = None, config: Config = None, as_json: Json = Fal
     """List all keys, newest first, revoked ones too, by their public prefix."""
     with _opened(data_dir, config) as store:
         keys = [_show(key) for key in reversed(store.listing())]
+        closed = store.exist()
     rows = []
     for key in keys:
         limits = ", ".join(f"{name} {value:,}" for name, value in key["limits"].items() if value is not None)
         state = f"revoked {key['revoked_at']}" if key["revoked_at"] else "valid"
         rows.append((key["prefix"], key["user"], key["role"], key["created_at"], limits or "none", state))
     columns = ("prefix", "user", "role", "created", "limits", "state")
-    print_listing(keys, as_json, columns, rows, "no keys: the server answers this machine only")
+    answers = "nobody: the keys it had are lost" if closed else "this machine only"
+    print_listing(keys, as_json, columns, rows, f"no keys: the server answers {answers}")
 
 
 @app.command("revoke")
@@ -103,7 +105,7 @@ def revoke(
     config: Config = None,
     as_json: Json = False,
 ) -> None:
-    """Revoke keys, at once and for good. Running requests finish.
+    """Revoke keys, at once and for good. Running requests end within a second.
 
     Revoking the last key does not open the server to everybody.
     """

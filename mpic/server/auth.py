@@ -9,8 +9,8 @@ that streams its answer counts as under way until the last byte is sent.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -18,11 +18,12 @@ from typing import Annotated
 from fastapi import Depends, Request, Security
 from fastapi.security import HTTPBearer
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mpic.errors import Forbidden, MPICError, RateLimited, TooManyAtOnce, Unauthorized
 from mpic.http import errors
-from mpic.keys import Key, KeyLimits, KeyStore, Role
+from mpic.http.sse import event
+from mpic.keys import Key, KeyLimits, KeyNotFound, KeyStore, Role
 
 LOCAL_USER = "local"
 OPEN = frozenset({"/", "/docs", "/openapi.json", "/health/live", "/health/ready"})
@@ -30,6 +31,10 @@ UI = "/ui"
 """The web interface has its own login. Its requests to this API come with the key of the login in
 ``scope["state"]["login"]``, where no client can put one. The page's own files and pictures are under no limit: a page
 shows many at once, they are small or kept, and pictures are made on the user's share of the threads."""
+
+
+WATCH_SECONDS = 0.4
+"""Time between two looks for revoked keys."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,42 @@ class KeyRates:
             raise RateLimited(f"this key may send {most} requests a minute", retry_after=wait, limit=most)
 
 
+class _Running:
+    """A request under way, which ends when its key is revoked: for the application its client has then left."""
+
+    def __init__(self, key: Key, receive: Receive, send: Send) -> None:
+        self.key = key
+        self.revoked = asyncio.get_running_loop().create_future()
+        self._receive = receive
+        self._send = send
+        self._kind: bytes | None = None  # the type of the answer, once it has begun
+        self._complete = False
+
+    async def receive(self) -> Message:
+        arriving = asyncio.ensure_future(self._receive())
+        try:
+            await asyncio.wait({arriving, self.revoked}, return_when=asyncio.FIRST_COMPLETED)
+            return {"type": "http.disconnect"} if self.revoked.done() else await arriving
+        finally:
+            arriving.cancel()
+
+    async def send(self, message: Message) -> None:
+        if self.revoked.done():
+            return
+        if message["type"] == "http.response.start":
+            self._kind = dict(message.get("headers", ())).get(b"content-type", b"")
+        self._complete = message["type"] == "http.response.body" and not message.get("more_body")
+        await self._send(message)
+
+    async def end(self, scope: Scope) -> None:
+        """Tells the client of a revoked key why its answer ends. What is no stream of events is cut off."""
+        error = Unauthorized("the API key was revoked while its request was answered")
+        if self._kind is None:
+            await errors.response(error)(scope, self._receive, self._send)
+        elif not self._complete and self._kind.startswith(b"text/event-stream"):
+            await self._send({"type": "http.response.body", "body": event(error.body())})
+
+
 class Authenticate:
     """ASGI middleware that puts the ``User`` into ``scope["state"]["user"]``, or refuses the request.
 
@@ -93,7 +134,9 @@ class Authenticate:
         self.keys = keys
         self.rates = rates
         self.always = always
-        self._under_way: Counter[str] = Counter()
+        self._under_way: dict[str, set[_Running]] = {}  # by the prefixes of keys
+        self._watching: asyncio.TimerHandle | None = None
+        self._version: tuple[object, ...] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -107,12 +150,45 @@ class Authenticate:
         if key is None:
             return await self.app(scope, receive, send)
         scope.setdefault("state", {})["user"] = User(key.user, key.role, key.limits)
-        self._under_way[key.prefix] += 1
+        running = _Running(key, receive, send)
+        others = self._under_way.setdefault(key.prefix, set())
+        others.add(running)
+        if self._watching is None:
+            self._watch()
         try:
-            await self.app(scope, receive, send)
+            await self.app(scope, running.receive, running.send)
         finally:
-            self._under_way[key.prefix] -= 1
-            self._under_way += Counter()  # drops zeros
+            others.remove(running)
+            if not others:
+                del self._under_way[key.prefix]
+        if running.revoked.done():
+            await running.end(scope)
+
+    def _watch(self) -> None:
+        """Ends the requests of keys that were revoked. Other processes revoke, so the file is asked, while requests are
+        under way: for one counter, and for keys only when that has changed."""
+        self._watching = None
+        if not self._under_way:
+            return
+        self._watching = asyncio.get_running_loop().call_later(WATCH_SECONDS, self._watch)
+        try:
+            before, self._version = self._version, self.keys.version()
+            if self._version == before:
+                return
+            for prefix, requests in self._under_way.items():
+                if not self._is_valid(prefix):
+                    for one in requests:
+                        one.revoked.done() or one.revoked.set_result(None)
+        except (
+            MPICError
+        ):  # it cannot be read now: new requests are refused, those under way are asked about again
+            self._version = None
+
+    def _is_valid(self, prefix: str) -> bool:
+        try:
+            return self.keys.get(prefix).revoked_at is None
+        except KeyNotFound:  # the file was replaced
+            return False
 
     def _key(self, scope: Scope) -> Key | None:
         """Returns the key of a request; None if it needs none."""
@@ -136,7 +212,8 @@ class Authenticate:
     def _admit(self, key: Key) -> None:
         """Raises TooManyAtOnce or RateLimited when the key has used up its limits."""
         limits = key.limits
-        if limits.concurrent is not None and self._under_way[key.prefix] >= limits.concurrent:
+        under_way = len(self._under_way.get(key.prefix, ()))
+        if limits.concurrent is not None and under_way >= limits.concurrent:
             raise TooManyAtOnce(
                 f"{limits.concurrent} requests of this key are running, which is its limit",
                 limit=limits.concurrent,

@@ -12,12 +12,17 @@ from collections.abc import Iterable, Iterator
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mpic.errors import Forbidden, MPICError, TooLarge, TooManyBytes
+from mpic.errors import Forbidden, KeysNeeded, MPICError, TooLarge, TooManyBytes
 from mpic.http import errors
 from mpic.http.hosts import host_name, is_address, is_loopback
 from mpic.keys import KeyStore
 
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+PROXIED = re.compile(
+    "forwarded|via|x-(?:forwarded|original|envoy|amzn)(?:-.*)?|(?:x-)?(?:real|client|cluster-client|proxyuser)-ip"
+    "|true-client-ip|cf-(?:connecting-ip|ray|visitor)|cdn-loop|fastly-client-ip"
+)
+"""Fields that proxies add to a request: those of RFC 9110 and 7239, and those of common programs and services."""
 UPLOADS = re.compile("POST /v1/(files|references)/?|PUT /v1/references/[^/]+/?")
 MULTIPART_SLACK = 1 << 20  # boundaries and the other form fields
 OPEN_BYTES = 64 << 10
@@ -28,8 +33,10 @@ class HostGuard:
     """Without API keys only pages and programs of this machine may call.
 
     A page on the web can make a browser send requests to 127.0.0.1 (cross-site forms), or let its own name resolve to
-    127.0.0.1 (DNS rebinding). ``Origin`` shows the first, ``Host`` the second. With keys the server may also be called
-    by an address (rebinding needs a name), by ``names``, and by pages it serves itself.
+    127.0.0.1 (DNS rebinding). ``Origin`` shows the first, ``Host`` the second. A proxy on this machine passes on what
+    others send, and may put its own ``Host`` on it: the fields that proxies add (``PROXIED``) show that. With keys the
+    server may also be called through proxies, by an address (rebinding needs a name), by ``names``, and by pages it
+    serves itself.
 
     Args:
         names: comma-separated; ``*`` for any.
@@ -58,6 +65,12 @@ class HostGuard:
     def refuse(self, headers: Headers) -> MPICError | None:
         """Returns the error of a request that is refused, None for others."""
         with_keys = self.keys is not None and self.keys.exist()
+        if not with_keys and (field := next(filter(PROXIED.fullmatch, headers), None)):
+            return KeysNeeded(
+                f"the request came through a proxy ({field}), and without API keys this server answers only programs of "
+                "this machine, as an admin: make a key with `mpic keys create NAME --role admin`",
+                param=field,
+            )
         host = headers.get("host", "")
         if not self._is_allowed(host_name(host), with_keys):
             why = (

@@ -2,10 +2,12 @@
 
 import asyncio
 import dataclasses
+from contextlib import closing
 from unittest.mock import Mock
 
 import httpx
 import pytest
+from front_server import eventually, front_server
 from server_helpers import fake_server, png, refusal, wait_until
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
@@ -71,6 +73,30 @@ async def test_a_revoked_key_is_refused_from_the_next_request(server):
     server.app.state.mpic.keys.revoke(key.prefix)
     for headers in (bearer(secret), {}):  # the last key's end does not open the door
         assert (await server.http.get("/v1/files", headers=headers)).status_code == 401
+
+
+def test_answers_end_when_their_key_is_revoked_and_those_of_other_keys_go_on(tmp_path, template):
+    """Another process revokes it. Both keys are of the same user."""
+    with front_server(tmp_path, template) as front, closing(KeyStore(tmp_path)) as other:
+        (revoked, key), (kept, _) = other.create("ann"), other.create("ann")
+        front.engine.pause, front.engine.answer = 0.02, " ".join(["word"] * 500)
+        clients = []
+        for secret, stream in ((revoked, True), (revoked, False), (kept, True)):
+            clients.append(front.connect())
+            clients[-1].key = secret.encode()
+            clients[-1].chat(stream=stream, max_tokens=500)
+        assert eventually(lambda: len(front.engine.held) == 3)
+        other.revoke(key.prefix)
+        assert eventually(lambda: len(front.engine.held) == 1), "the engine goes on"
+        streamed, whole = clients[0].until(b"0\r\n\r\n"), clients[1].refusal()
+        front.engine.pause = 0.0
+        *events, last = [frame for frame in streamed.split(b"\r\n") if frame.startswith(b"data: ")]
+        assert b'"code":"unauthorized"' in last and b"[DONE]" not in streamed
+        assert len(events) < 100, "of 500, at 50 a second"
+        assert whole == (401, "unauthorized")
+        assert b"[DONE]" in clients[2].until(b"0\r\n\r\n")
+        clients[0].chat()
+        assert clients[0].refusal() == (401, "unauthorized")
 
 
 async def test_a_refused_upload_is_not_even_read(server):

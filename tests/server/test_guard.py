@@ -6,6 +6,7 @@ from http.cookies import SimpleCookie
 import httpx
 import pytest
 import starlette.requests
+from server_helpers import refused_field
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
@@ -95,6 +96,30 @@ async def test_other_hosts_and_origins_may_not_call(headers):
         answer = await http.get("/", headers=headers)
     assert answer.status_code == 403
     assert answer.json()["error"]["code"] == "forbidden"
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Proto", "X-Forwarded-Port"]
+    + [
+        "X-Forwarded-Prefix",
+        "X-Forwarded",
+        "X-Real-IP",
+        "X-Original-Host",
+        "X-Client-IP",
+        "CF-Connecting-IP",
+    ],
+)
+async def test_without_keys_nobody_may_call_through_a_proxy(server, field):
+    for path in ("/v1/files", "/ui/v1/files", "/ui/"):
+        answer = await server.http.get(path, headers={field: "1.2.3.4"})
+        assert refused_field(answer) == (403, "keys_needed", field.lower())
+        assert "mpic keys create" in answer.json()["error"]["message"]
+    assert (
+        await server.http.get("/v1/files", headers={"X-Forwarding": "", "User-Agent": "via"})
+    ).status_code == 200
+    key = server.key()
+    assert (await server.http.get("/v1/files", headers={field: "1.2.3.4", **key})).status_code == 200
 
 
 @pytest.mark.parametrize(

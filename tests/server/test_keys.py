@@ -4,13 +4,30 @@ import json
 import sqlite3
 import stat
 from contextlib import closing
+from unittest.mock import Mock
 
 import pytest
 from library_tools import Connection
+from server_helpers import fake_server
 from threads_kit import started
 
+from mpic import preflight
+from mpic.config import load_config
+from mpic.durable import FileSystem
 from mpic.errors import BadRequest, DatabaseDamaged, DatabaseFailed, StorageFull
-from mpic.keys import LOGIN_SECONDS, KeyLimits, KeyNotFound, KeyStore
+from mpic.keys import (
+    LOGIN_SECONDS,
+    NEEDED,
+    KeyLimits,
+    KeyNotFound,
+    KeysLost,
+    KeyStore,
+    any_keys,
+    check_not_lost,
+)
+from mpic.library import Library
+from mpic.library.copies.backup import backup
+from mpic.library.copies.restore import restore
 
 
 @pytest.fixture
@@ -282,3 +299,85 @@ def test_a_login_on_a_full_disk_says_so_and_later_ones_work(keys):
         keys.log_in(key)
     keys._file._writer = writer
     assert keys.logged_in(keys.log_in(key)) == key
+
+
+# ---- keys that were lost
+
+
+def remove(folder):
+    for file in folder.glob("keys.sqlite*"):
+        file.unlink()
+
+
+def truncate(folder):
+    remove(folder)
+    (folder / "keys.sqlite").touch()
+
+
+def empty(folder):
+    with closing(sqlite3.connect(folder / "keys.sqlite")) as db, db:
+        db.execute("DELETE FROM keys")
+
+
+def replace_by_new(folder):
+    remove(folder)
+    KeyStore(folder / "new").close()
+    (folder / "new" / "keys.sqlite").rename(folder / "keys.sqlite")
+
+
+def forget_mark(folder):
+    """As an earlier version left it."""
+    (folder / NEEDED).unlink()
+
+
+@pytest.mark.parametrize("lose", [remove, truncate, empty, replace_by_new])
+def test_a_folder_that_has_lost_its_keys_is_not_served_without_any(tmp_path, lose):
+    check_not_lost(tmp_path / "new folder")
+    stored(tmp_path, "ann")
+    forget_mark(tmp_path)
+    check_not_lost(tmp_path)  # which makes the mark again
+    lose(tmp_path)
+    with pytest.raises(KeysLost, match=r"has had API keys.*mpic keys create.*remove keys.needed"):
+        preflight.check(load_config(None, {"data_dir": str(tmp_path)}))
+    with closing(KeyStore(tmp_path)) as keys:
+        assert keys.exist(), "nobody is the local admin"
+    with pytest.raises(KeysLost):
+        check_not_lost(tmp_path)
+    stored(tmp_path, "bob")
+    check_not_lost(tmp_path)
+    remove(tmp_path)
+    forget_mark(tmp_path)
+    check_not_lost(tmp_path)
+    assert not any_keys(tmp_path)
+
+
+@pytest.mark.parametrize("lose", [remove, truncate, empty, replace_by_new])
+async def test_a_running_server_without_keys_does_not_open_again_when_a_first_key_is_lost(
+    tmp_path, template, lose
+):
+    async with fake_server(tmp_path, template) as server:
+        assert (await server.http.get("/v1/files")).status_code == 200
+        stored(tmp_path, "ann")
+        lose(tmp_path)
+        assert (await server.http.get("/v1/files")).status_code in (401, 503)
+
+
+def test_a_restored_backup_still_needs_keys(tmp_path):
+    with closing(Library.open(tmp_path / "a")):
+        stored(tmp_path / "a", "ann")
+    backup(tmp_path / "a", tmp_path / "b")
+    restore(tmp_path / "b", tmp_path / "c")
+    check_not_lost(tmp_path / "c")
+    remove(tmp_path / "c")
+    with pytest.raises(KeysLost):
+        check_not_lost(tmp_path / "c")
+
+
+def test_a_full_disk_does_not_open_a_server_whose_keys_are_not_marked_yet(tmp_path, monkeypatch):
+    stored(tmp_path, "ann")
+    forget_mark(tmp_path)
+    monkeypatch.setattr(FileSystem, "create", Mock(side_effect=OSError(28, "No space left on device")))
+    with closing(KeyStore(tmp_path)) as keys:
+        with pytest.raises(DatabaseFailed, match=r"keys\.needed cannot be written"):
+            keys.exist()
+        assert keys.exist()

@@ -25,6 +25,7 @@ from typing import Any, Literal
 from mpic.database import PATIENCE, translated
 from mpic.durable import FileSystem, storage_error, write_durably
 from mpic.errors import BadRequest, DatabaseBusy, DatabaseDamaged, DatabaseFailed, Unavailable
+from mpic.keys import any_keys, mark_keys
 from mpic.library.catalog.database import NAME, Catalog
 from mpic.library.folder.inspection import BACKUP, Marker
 from mpic.library.folder.layout import CATALOG, sidecar_of
@@ -219,6 +220,8 @@ class _Backup:
             snapshot(self._root / KEYS, self._target / KEYS)
             with closing(sqlite3.connect(self._target / KEYS)) as db:
                 self.done.counts["keys"] = db.execute("SELECT COUNT(*) FROM keys").fetchone()[0]
+        if any_keys(self._root):
+            mark_keys(self._target)
 
     def savings(self) -> None:
         """Copies the savings ledger, if there is one. One that cannot be read is noted and left out, because everything

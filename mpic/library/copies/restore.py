@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mpic.durable import FileSystem, storage_error
 from mpic.errors import IntegrityError
+from mpic.keys import NEEDED
 from mpic.library.copies.backup import KEYS, SAVINGS, Copied, Manifest, Progress, copy_file
 from mpic.library.folder.inspection import inspect_catalog
 from mpic.library.folder.layout import CATALOG
@@ -65,7 +66,7 @@ def _restore(
             if digest != expected:
                 done.damaged.append(path)
     done.lost = sorted(known)
-    for name in (KEYS, SAVINGS, CATALOG):
+    for name in (NEEDED, KEYS, SAVINGS, CATALOG):
         if (source / name).is_file():
             copy_file(source / name, root / name)
     for folder in sorted(folders):
