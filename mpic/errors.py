@@ -10,6 +10,16 @@ from __future__ import annotations
 
 from typing import Any
 
+QUOTED = 80
+"""Most characters of a text of a client that anything said about it repeats."""
+SAID = 2000
+"""Most characters of a message, and of each other text in the body of an error."""
+
+
+def cut(text: str, most: int = QUOTED) -> str:
+    """Returns a text, or its beginning and an ellipsis if it is longer than ``most`` characters."""
+    return text if len(text) <= most else f"{text[:most]}…"
+
 
 class MPICError(Exception):
     """Base of all errors that this system raises on purpose.
@@ -24,10 +34,10 @@ class MPICError(Exception):
     code = "internal_error"
 
     def __init__(self, message: str, *, param: str | None = None, **details: Any) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
-        self.details = details
+        self.message = cut(message, SAID)
+        super().__init__(self.message)
+        self.param = param and cut(param, SAID)
+        self.details = {k: cut(v, SAID) if isinstance(v, str) else v for k, v in details.items()}
 
     def body(self) -> dict[str, Any]:
         """Returns the error body in OpenAI's shape: ``{"error": {message, type, param, code, details}}``."""

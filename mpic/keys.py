@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from mpic.database import PATIENCE
 from mpic.durable import FileSystem
-from mpic.errors import BadRequest, DatabaseFailed, NotFound, Unavailable
+from mpic.errors import BadRequest, DatabaseFailed, NotFound, Unavailable, cut
 from mpic.file_status import is_file
 from mpic.key_file import FILE, KeyFile
 
@@ -126,7 +126,7 @@ class KeyStore:
         limits = limits or KeyLimits()
         if not NAME.fullmatch(user):
             raise BadRequest(
-                f"a user is 1 to 64 of A-Z a-z 0-9 _ . -, beginning with a letter or digit, not {user[:80]!r}",
+                f"a user is 1 to 64 of A-Z a-z 0-9 _ . -, beginning with a letter or digit, not {cut(user)!r}",
                 param="user",
             )
         if role not in ROLES:
@@ -153,7 +153,7 @@ class KeyStore:
         """Returns the key of this prefix, revoked or not. Raises KeyNotFound."""
         row = self._one("SELECT * FROM keys WHERE prefix = ?", prefix)
         if row is None:
-            raise KeyNotFound(f"no key {prefix!r}; mpic keys list shows them", prefix=prefix)
+            raise KeyNotFound(f"no key {cut(prefix)!r}; mpic keys list shows them", prefix=prefix)
         return _key(row)
 
     def listing(self) -> list[Key]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpic.errors import BadRequest
+from mpic.errors import BadRequest, cut
 from mpic.library.catalog.database import Catalog
 from mpic.library.intake.checks import METADATA_KEYS, is_text
 from mpic.library.records import Reference
@@ -176,16 +176,18 @@ def _tests(key: str, wanted: Any) -> tuple[str, list[Any]]:
     if not is_text(key):
         raise BadRequest("a key of the filter contains half of a surrogate pair", param="filter")
     if wanted == {}:
-        raise BadRequest("a comparison needs a value", param=f"filter.{key}")
+        raise BadRequest("a comparison needs a value", param=f"filter.{cut(key)}")
     terms, values = [], []
     for name, value in (wanted if isinstance(wanted, Mapping) else {"in": wanted}).items():
         options = list(value) if name == "in" and isinstance(value, list | tuple) else [value]
         if name != "in" and name not in COMPARISONS:
             known = ", ".join(COMPARISONS)
-            raise BadRequest(f"no comparison {name!r}; known: {known}", param=f"filter.{key}")
+            raise BadRequest(
+                f"no comparison {cut(name)!r}; known: {known}", param=f"filter.{cut(key)}.{cut(name)}"
+            )
         if not all(_comparable(option) for option in options):
             raise BadRequest(
-                "a filter compares with texts, finite numbers and booleans", param=f"filter.{key}"
+                "a filter compares with texts, finite numbers and booleans", param=f"filter.{cut(key)}"
             )
         if name == "in":
             # SQLite bounds the number of placeholders

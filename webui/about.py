@@ -9,7 +9,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 
-from mpic.errors import MPICError, NotFound
+from mpic.errors import MPICError, NotFound, cut
 from mpic.link import parse_policy
 from mpic.version import VERSION
 from mpic.webui import live, policies
@@ -114,7 +114,7 @@ def router(app: FastAPI) -> APIRouter:
         """Returns the original of a sample file."""
         path: Any = sample_files(app.state.mpic.engine.info.name).get(handle)
         if path is None:
-            raise NotFound(f"no sample {handle!r}")
+            raise NotFound(f"no sample {cut(handle)!r}")
         return FileResponse(path, media_type="image/png" if path.suffix == ".png" else "text/plain")
 
     return routes

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from mpic.errors import NotFound
+from mpic.errors import NotFound, cut
 from mpic.webui.proxy import ROOT
 
 TYPES = {"js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
@@ -59,7 +59,7 @@ def router() -> APIRouter:
     def static(name: str, request: Request) -> Response:
         file = static_files().get(name)
         if file is None:
-            raise NotFound(f"no file {name!r}")
+            raise NotFound(f"no file {cut(name)!r}")
         headers = {"cache-control": "no-cache", "etag": file.etag}
         if request.headers.get("if-none-match") == file.etag:
             return Response(status_code=304, headers=headers)

@@ -9,7 +9,7 @@ from pathlib import Path
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import FileResponse, Response
 
-from mpic.errors import InvalidUpload, NotFound, TooLarge
+from mpic.errors import InvalidUpload, NotFound, TooLarge, cut
 from mpic.library import Library, Limits, thumbnail
 from mpic.webui.plots import plot
 from mpic.webui.proxy import FILE, REFERENCE, ROOT
@@ -30,7 +30,7 @@ def router(app: FastAPI) -> APIRouter:
     async def thumb(id: str, request: Request) -> Response:
         visitor: Visitor = request.state.visitor
         if not PICTURE_ID.fullmatch(id):
-            raise NotFound(f"no picture {id!r}")
+            raise NotFound(f"no picture {cut(id)!r}")
         state = app.state.mpic
         # on the visitor's own share of the threads: a page asks for many pictures at once
         png = await state.pools.prompts.call(visitor.user, _thumbnail, state.library, visitor.user, id, kept)
@@ -41,7 +41,7 @@ def router(app: FastAPI) -> APIRouter:
     def show_plot(name: str) -> Response:
         path: Path | None = plot(name)
         if path is None:
-            raise NotFound(f"no plot {name!r}")
+            raise NotFound(f"no plot {cut(name)!r}")
         return FileResponse(path, media_type="image/png")
 
     return routes

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mpic.errors import Forbidden, MPICError, NotFound, Unauthorized
+from mpic.errors import Forbidden, MPICError, NotFound, Unauthorized, cut
 from mpic.http import errors
 from mpic.webui.sessions import COOKIE, Visitor
 
@@ -100,7 +100,7 @@ class Proxy:
         if PAGES.fullmatch(asked):
             return
         if not API.fullmatch(asked):
-            raise NotFound(f"no such route: {method} {scope['path']}")
+            raise NotFound(f"no such route: {method} {cut(scope['path'])}")
         _same_user(headers, visitor)
         _to_api(scope, visitor)
 
@@ -118,7 +118,7 @@ def _same_origin(headers: Headers) -> None:
     """Refuses requests that another site's page makes a browser send; besides, the cookie is SameSite=Strict."""
     origin = headers.get("origin")
     if origin is not None and re.sub("^https?://", "", origin) != headers.get("host"):
-        raise Forbidden(f"requests from pages of {origin!r} are refused", param="Origin")
+        raise Forbidden(f"requests from pages of {cut(origin)!r} are refused", param="Origin")
 
 
 def _same_user(headers: Headers, visitor: Visitor) -> None:

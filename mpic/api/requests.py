@@ -23,6 +23,18 @@ FIRST_ERROR = Field(fail_fast=True)
 """Reports only the first error of a list, because a list of thousands could have thousands."""
 
 
+class WrongField(ValueError):
+    """A validator of several fields found one of them wrong.
+
+    Args:
+        field: path of that field, from the object that was validated.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
 class Strict(BaseModel):
     """Unknown fields are errors."""
 
@@ -147,11 +159,13 @@ class MessageParam(Strict):
     @model_validator(mode="after")
     def _has_content(self) -> MessageParam:
         if self.tool_calls and self.role != "assistant":
-            raise ValueError("tool_calls belong to assistant messages")
+            raise WrongField("tool_calls", "tool_calls belong to assistant messages")
         if (self.tool_call_id is not None) != (self.role == "tool"):
-            raise ValueError("a tool_call_id is needed in tool messages, and allowed in no others")
+            raise WrongField(
+                "tool_call_id", "a tool_call_id is needed in tool messages, and allowed in no others"
+            )
         if self.content is None and not self.tool_calls:
-            raise ValueError("content may be null only together with tool_calls")
+            raise WrongField("content", "content may be null only together with tool_calls")
         return self
 
 
@@ -287,17 +301,18 @@ class ChatRequest(AllChatFields):  # type: ignore[misc, valid-type]
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream")
+            raise WrongField("stream_options", "stream_options needs stream")
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs")
+            raise WrongField("top_logprobs", "top_logprobs needs logprobs")
         both = self.max_tokens is not None and self.max_completion_tokens is not None
         if both and self.max_tokens != self.max_completion_tokens:
-            raise ValueError(
-                "max_tokens and max_completion_tokens differ; max_tokens is the older name of the other"
+            raise WrongField(
+                "max_tokens",
+                "max_tokens and max_completion_tokens differ; max_tokens is the older name of the other",
             )
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if "" in stops:
-            raise ValueError("stop strings must not be empty")
+        if "" in self.stops:
+            at = "" if isinstance(self.stop, str) else f"[{self.stops.index('')}]"
+            raise WrongField(f"stop{at}", "stop strings must not be empty")
         return self
 
     @property
@@ -347,9 +362,9 @@ class CacheRequest(Strict):
     @model_validator(mode="after")
     def _one_source(self) -> CacheRequest:
         if (self.text is None) == (self.chunks is None):
-            raise ValueError("send either text or chunks")
+            raise WrongField("text", "send either text or chunks")
         if self.chunks is not None and self.split.mode != "none":
-            raise ValueError("split applies to text alone; chunks are not cut")
+            raise WrongField("split", "split applies to text alone; chunks are not cut")
         return self
 
 

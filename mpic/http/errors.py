@@ -14,7 +14,8 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
 from mpic import memory
-from mpic.api.openai_fields import BY_NAME, OPENAI_FIELDS
+from mpic.api.openai_fields import BY_NAME, OpenAIField
+from mpic.api.requests import WrongField
 from mpic.durable import FULL
 from mpic.errors import (
     BadRequest,
@@ -29,6 +30,7 @@ from mpic.errors import (
     Unavailable,
     UnsupportedModality,
     UnsupportedParameter,
+    cut,
 )
 from mpic.http.sse import ClientDisconnected
 
@@ -36,8 +38,8 @@ log = logging.getLogger("mpic.server")
 CHAT = "/v1/chat/completions"
 INTERNAL = "an internal error of the server; its log has the details"
 CLIENT_CLOSED = 499  # the status is for the access log, as no client reads the response
-NESTED = tuple((field.inside, field.name) for field in OPENAI_FIELDS if field.inside)
-"""Fields of OpenAI's that do not stand in the request itself, behind the field that holds them."""
+Place = tuple[int | str, ...]
+"""The names and positions that lead to a value of a request."""
 
 
 def install(app: FastAPI) -> None:
@@ -87,7 +89,14 @@ def _headers(error: MPICError) -> dict[str, str]:
 
 
 async def _any_error(request: Request, exc: Exception) -> JSONResponse:
-    return response(as_mpic_error(exc))
+    error = as_mpic_error(exc)
+    if isinstance(
+        error, NotFound
+    ):  # it stands in the path or the query, by whatever name the library has for it
+        for name, value in {**request.query_params, **request.path_params}.items():
+            if value == error.details.get("id"):
+                error.param = name
+    return response(error)
 
 
 async def _client_gone(request: Request, exc: Exception) -> Response:
@@ -104,7 +113,7 @@ async def _http_error(request: Request, exc: Exception) -> Response:
         return response(as_mpic_error(cause))
     if isinstance(cause, ClientDisconnected):
         return await _client_gone(request, cause)
-    where = f"{request.method} {request.url.path}"
+    where = f"{request.method} {cut(request.url.path)}"
     error: MPICError
     match exc.status_code:
         case 404:
@@ -152,61 +161,145 @@ def from_validation(errors: Sequence[Any], body: Any, chat: bool) -> MPICError:
     Args:
         chat: the request is a chat completion, for whose fields ``OPENAI_FIELDS`` gives reasons.
     """
-    first = max(errors, key=lambda e: (_unsupported(e, chat) is not None, len(e["loc"])))
-    name, kind, message = _unsupported(first, chat), first["type"], first["msg"].removeprefix("Value error, ")
-    path = _path(first["loc"], body, name)
-    if name is not None:
-        field = BY_NAME.get(name) if chat and name == _known(first["loc"]) else None
-        why = field.why if field else ""
+    found = [(error, _place(error, body)) for error in errors]
+    first, place = max(
+        found, key=lambda e: (_unsupported(*e, chat) is not None, len(e[1]), not _expected(e[0]))
+    )
+    if unsupported := _unsupported(first, place, chat):
+        parts, field = unsupported
+        why = f": {field.why}" if field else ""
         return UnsupportedParameter(
-            f"{path} is not supported by this server" + (f": {why}" if why else ""), param=path
+            f"{_path(parts)} is not supported by this server{why}", param=_path(parts)
         )
+    kind, context = first["type"], first.get("ctx", {})
     if kind == "json_invalid":
-        return BadRequest(f"the body is not JSON: {first.get('ctx', {}).get('error', message)}")
+        return BadRequest(f"the body is not JSON: {context.get('error', first['msg'])}")
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         return UnsupportedModality(
-            f"{path}: content parts are text, image_url, video_url, image, file, document or cache",
-            param=path,
+            f"{_path(place)}: content parts are text, image_url, video_url, image, file, document or cache",
+            param=_path((*place, "type")),
         )
+    if not place and kind == "missing":
+        return BadRequest("a body is required, a JSON object")
+    if not place and isinstance(first["input"], (bytes, bytearray)):  # FastAPI reads other types as bytes
+        return BadRequest("the body is JSON: send it as application/json", param="Content-Type")
+    path = _path(place)
     if kind == "missing":
         return BadRequest(f"{path} is required", param=path)
-    message = message[:1].lower() + message[1:]
-    return BadRequest(f"{path}: {message}" if path else message, param=path)
+    if kind == "value_error":
+        message = first["msg"].removeprefix("Value error, ")
+        if isinstance(wrong := context.get("error"), WrongField):
+            path = f"{path}.{wrong.field}" if path else wrong.field
+        if "UploadFile" in message:  # FastAPI's own
+            message = "must be a file"
+        return BadRequest(f"{path}: {message}" if path else message, param=path)
+    # what each of a union's types expects
+    kinds = [_expected(error) for error, other in found if other == place and _expected(error)]
+    if _expected(first):
+        *others, last = dict.fromkeys(kinds)
+        message = f"must be {', '.join(others)} or {last}" if others else f"must be {last}"
+    else:
+        message = _rule(kind, context)
+    return BadRequest(f"{path}: {message}" if path else f"the body {message}", param=path)
 
 
-def _unsupported(error: Any, chat: bool) -> str | None:
-    """Returns the name of the unsupported parameter that the error is about; None if it is about something else."""
-    if error["type"] == "extra_forbidden":
-        return str(error["loc"][-1])
-    return _known(error["loc"]) if chat else None
+EXPECTED = {
+    "string": "a string",
+    "list": "a list",
+    "dict": "an object",
+    "model": "an object",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "none": "null",
+}
 
 
-def _known(loc: Sequence[int | str]) -> str | None:
-    """Returns the field of ``OPENAI_FIELDS`` that a place in a chat completion belongs to, if any.
+def _expected(error: Any) -> str | None:
+    """Returns what stands in place of a value of a wrong type; None if something else is wrong."""
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "literal_error":
+        return "false" if context["expected"] == "False" else context["expected"]
+    what, _, rest = kind.partition("_")
+    return (
+        EXPECTED.get(what)
+        if rest in ("type", "attributes_type", "parsing", "from_float", "required")
+        else None
+    )
 
-    Other fields may have the same names, such as metadata of references in a filter.
-    """
-    if tuple(loc[-2:]) in NESTED:
-        return str(loc[-1])
-    return str(loc[1]) if len(loc) > 1 and loc[1] in BY_NAME else None
+
+def _rule(kind: str, context: dict[str, Any]) -> str:
+    """Returns which rule a value of the right type breaks."""
+    match kind:
+        case "greater_than_equal":
+            return f"must be at least {context['ge']}"
+        case "less_than_equal":
+            return f"must be at most {context['le']}"
+        case "greater_than":
+            return f"must be more than {context['gt']}"
+        case "less_than":
+            return f"must be less than {context['lt']}"
+        case "finite_number":
+            return "must be a finite number"
+        case "too_short" | "string_too_short":
+            return f"must have at least {context['min_length']} {_units(kind)}"
+        case "too_long" | "string_too_long":
+            return f"may have at most {context['max_length']} {_units(kind)}"
+        case "string_pattern_mismatch":
+            return f"must match {context['pattern']}"
+        case _:
+            return "is not valid here"
 
 
-def _path(loc: Sequence[int | str], body: Any, stop: str | None) -> str | None:
-    """Returns the path of a field: ``("body", "messages", 0, "content", "str")`` -> ``messages[0].content``.
+def _units(kind: str) -> str:
+    return "characters" if kind.startswith("string") else "items"
 
-    The body tells which parts pydantic has added for unions. The path ends at ``stop``.
-    """
-    source, *rest = loc
+
+def _unsupported(error: Any, place: Place, chat: bool) -> tuple[Place, OpenAIField | None] | None:
+    """Returns the unsupported parameter that an error is about, and what is known about it; None if the error is about
+    something else. Fields elsewhere may have the names of ``OPENAI_FIELDS``, such as metadata of references in a
+    filter."""
+    field = None
+    for end in range(1, len(place) + 1) if chat else ():
+        inside = place[end - 2] if end > 1 else None
+        field = BY_NAME.get(str(place[end - 1]))
+        if field is not None and field.inside == inside and (inside is None or place[0] != "mpic"):
+            return place[:end], field
+    return (place, None) if error["type"] == "extra_forbidden" else None
+
+
+def _place(error: Any, body: Any) -> Place:
+    """Returns where in the request the value is that an error is about: ``("messages", 0, "content")``."""
+    source, *rest = error["loc"]
     if source != "body" or not isinstance(body, dict):  # query, path and form fields are flat
-        return str(rest[-1]) if rest else None
-    out, at = "", body
-    for i, part in enumerate(rest):
-        inside = part in at if isinstance(at, dict) else isinstance(at, list) and isinstance(part, int)
-        if inside:
-            at = at[part]
-        elif i < len(rest) - 1 or not isinstance(at, dict):
+        return tuple(rest[:1])
+    found = _find(tuple(rest), body, error)
+    return found if found is not None else tuple(part for part in rest if part in body)[:1]
+
+
+def _find(loc: Place, at: Any, error: Any) -> Place | None:
+    """Returns the path from ``at`` to the value of an error; None if there is none. The location has further parts,
+    pydantic's names of the types of unions, which may also be names of fields: what the path leads to decides."""
+    if not loc:
+        return () if at is error["input"] and error["type"] != "missing" else None
+    part, rest = loc[0], loc[1:]
+    is_list = isinstance(at, list) and isinstance(part, int) and part < len(at)
+    ways = [False, True] if isinstance(at, dict) and at.get("type") == part else [True, False]
+    for enters in ways:
+        if not enters:
+            found = _find(rest, at, error)
+        elif is_list or (isinstance(at, dict) and part in at):
+            found = _find(rest, at[part], error)
+        elif error["type"] == "missing" and not rest and at is error["input"]:
+            found = ()
+        else:
             continue
-        out += f"[{part}]" if isinstance(part, int) else f".{part}" if out else part
-        if part == stop:
-            break
-    return out or None
+        if found is not None:
+            return (part, *found) if enters else found
+    return None
+
+
+def _path(place: Place) -> str | None:
+    """Returns how a place is written: ``messages[0].content``."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{cut(part)}" for part in place)
+    return "".join(parts).removeprefix(".") or None

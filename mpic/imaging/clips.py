@@ -16,6 +16,7 @@ from PIL import Image
 
 from mpic.errors import InvalidUpload, InvalidVideo, OutOfMemory, TooLarge, VideoTooLarge
 from mpic.imaging.clip_readers import ClipReader, reader
+from mpic.imaging.pixels import said_by
 
 FRAME_PIXELS = 4096 * 2304
 """Most pixels of one frame; a decoder may hold more than a dozen of them at a time."""
@@ -101,8 +102,7 @@ def _opened(data: bytes, rules: ClipRules) -> Iterator[ClipReader]:
             f"the clip's frames have more than {rules.frame_pixels} pixels", param="file"
         ) from error
     except Exception as error:  # a decoder fed with hostile bytes raises nearly anything
-        what = type(error).__name__
-        raise InvalidVideo(f"the clip cannot be decoded ({what}: {error})"[:300], param="file") from error
+        raise InvalidVideo(f"the clip cannot be decoded{said_by(error)}", param="file") from error
 
 
 def facts(data: bytes, rules: ClipRules) -> ClipFacts:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from mpic.errors import (
     OutOfMemory,
     TooLarge,
     UnsupportedType,
+    cut,
 )
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
@@ -174,8 +176,13 @@ def opened(data: bytes, rules: ImageRules, draft: int = 0) -> Iterator[Upright]:
     except Exception as error:  # a decoder that reads hostile bytes may raise almost any exception
         if isinstance(error, MemoryError) or "out of memory" in str(error):  # the message of Pillow's codecs
             raise OutOfMemory("the server has not enough memory to decode the image now") from error
-        what = type(error).__name__
-        raise InvalidImage(f"the image cannot be decoded ({what}: {error})"[:300], param="file") from error
+        raise InvalidImage(f"the image cannot be decoded{said_by(error)}", param="file") from error
+
+
+def said_by(error: Exception) -> str:
+    """Returns what a decoder says about bytes that it cannot read, in brackets, unless it is about its own objects."""
+    words = cut(" ".join(str(error).split()))
+    return f" ({words})" if words and not re.search("<.*>|0x|Error|None", words) else ""
 
 
 def identify(data: bytes, rules: ImageRules) -> Identity:

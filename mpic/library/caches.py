@@ -13,7 +13,7 @@ from pathlib import Path
 from sqlite3 import Row
 from typing import Any, NamedTuple
 
-from mpic.errors import BadRequest, CacheNotFound, InvalidText, TooLarge
+from mpic.errors import BadRequest, CacheNotFound, InvalidText, TooLarge, cut
 from mpic.keys import KeyLimits
 from mpic.kv.chunk import ChunkKey
 from mpic.library.catalog.columns import insert_row, page_of
@@ -124,12 +124,15 @@ class CacheLibrary(LibraryPart):
         if not 0 < len(parts) <= MOST_CHUNKS:
             raise BadRequest(
                 f"a cache has 1 to {MOST_CHUNKS} chunks, not {len(parts)}; larger pieces (split.tokens) make fewer",
+                param="text" if split else "chunks",
                 chunks=len(parts),
                 limit=MOST_CHUNKS,
             )
         name, now = clean_name(name, self._limits) if name else "cache", self._clock()
         expires_at = None if ttl is None else now + ttl
-        texts = [self.accepted(part.text) for part in parts]
+        texts = [
+            self.accepted(part.text, "text" if split else f"chunks[{i}]") for i, part in enumerate(parts)
+        ]
         size = sum(len(text.encode()) for text in texts)
         self._rows.check_quota(user, size, len(texts), key)  # checked before anything is written
         labels = [f"{name} {i}" if len(parts) > 1 else name for i in range(1, len(parts) + 1)]
@@ -158,7 +161,7 @@ class CacheLibrary(LibraryPart):
         )
         found = self._show(user, rows[0]) if rows else None
         if found is None or not found.chunks:
-            raise CacheNotFound(f"no cache {cache_id!r}", id=cache_id)
+            raise CacheNotFound(f"no cache {cut(cache_id)!r}", id=cache_id)
         return found
 
     def chunk(self, user: str, chunk_id: str) -> CacheChunk:
@@ -166,7 +169,7 @@ class CacheLibrary(LibraryPart):
         row = self._catalog.one("SELECT * FROM cache_chunks WHERE id = ?", chunk_id)
         file = self._rows.by_id(user, chunk_id) if row else None
         if row is None or file is None:
-            raise CacheNotFound(f"no cache {chunk_id!r}", id=chunk_id)
+            raise CacheNotFound(f"no cache {cut(chunk_id)!r}", id=chunk_id)
         return CacheChunk(file, row["start"], row["end"])
 
     def resolve(self, user: str, id: str) -> list[File]:
@@ -240,8 +243,11 @@ class CacheLibrary(LibraryPart):
 
     # Inside
 
-    def accepted(self, text: str) -> str:
+    def accepted(self, text: str, param: str = "text") -> str:
         """Returns a text in the form in which it would be cached.
+
+        Args:
+            param: the field that holds it.
 
         Raises:
             InvalidText, TooLarge: it is not accepted.
@@ -249,9 +255,9 @@ class CacheLibrary(LibraryPart):
         try:
             return decode_text(text.encode(), self._limits)
         except UnicodeEncodeError as error:
-            raise InvalidText("the text contains half of a surrogate pair", param="text") from error
+            raise InvalidText("the text contains half of a surrogate pair", param=param) from error
         except (InvalidText, TooLarge) as error:
-            error.param = "text"
+            error.param = param
             raise
 
     def _receive(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from mpic.errors import BadRequest, ReferenceExists, ReferenceNotFound
+from mpic.errors import BadRequest, ReferenceExists, ReferenceNotFound, cut
 from mpic.library.catalog.reference_rows import ReferenceRows
 from mpic.library.folder.layout import sidecar_of
 from mpic.library.folder.originals import Incoming
@@ -58,10 +58,10 @@ class ReferenceIntake(LibraryPart):
             id = new_id("ref_")
         elif not REFERENCE_ID.fullmatch(id):
             raise BadRequest(
-                f"an id is ref_ and 1 to 124 letters, digits, '_', '.' or '-', not {id[:80]!r}", param="id"
+                f"an id is ref_ and 1 to 124 letters, digits, '_', '.' or '-', not {cut(id)!r}", param="id"
             )
         elif await asyncio.to_thread(self._rows.get, id) is not None:
-            raise ReferenceExists(f"there is a reference {id!r}; replace it", param="id")
+            raise ReferenceExists(f"there is a reference {cut(id)!r}; replace it", param="id")
 
         def commit(content: dict[str, Any], publish: Callable[[Sidecar], None]) -> Reference:
             new = Reference(id=id, version=1, created_at=content["updated_at"], **words, **content)
@@ -81,7 +81,7 @@ class ReferenceIntake(LibraryPart):
             make = lambda current: replace(current, **words, **content)
             committed = self._rows.replace(id, make, publish)
             if committed is None:
-                raise ReferenceNotFound(f"no reference {id!r}", param="id", id=id)
+                raise ReferenceNotFound(f"no reference {cut(id)!r}", param="id", id=id)
             new, old = committed
             self._originals.remove_files([sidecar_of(old.path)])  # a recovery must not bring it back
             return new

@@ -18,7 +18,7 @@ from typing import Literal, TypeVar
 
 from PIL import Image
 
-from mpic.errors import CorruptFile, ReferenceNotFound
+from mpic.errors import CorruptFile, ReferenceNotFound, cut
 from mpic.kv.chunk import Chunk, Kind
 from mpic.library.catalog.reference_rows import ReferenceRows
 from mpic.library.folder.layout import sidecar_of
@@ -159,7 +159,7 @@ class ReferenceLibrary(LibraryPart):
         """
         reference = self._rows.get(id)
         if reference is None:
-            raise ReferenceNotFound(f"no reference {id!r}", param="id", id=id)
+            raise ReferenceNotFound(f"no reference {cut(id)!r}", param="id", id=id)
         return reference
 
     def many(self, ids: Iterable[str]) -> list[Reference]:

@@ -11,7 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from mpic.errors import CorruptFile, FileNotFound, MPICError, UnknownHandle
+from mpic.errors import CorruptFile, FileNotFound, MPICError, UnknownHandle, cut
 from mpic.keys import KeyLimits
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.library.catalog.file_rows import DocumentPiece, FileRows
@@ -118,7 +118,7 @@ class UploadLibrary(InlineChunks):
         """
         file = self._rows.by_id(user, file_id)
         if file is None:
-            raise FileNotFound(f"no file {file_id!r}", param="file_id", id=file_id)
+            raise FileNotFound(f"no file {cut(file_id)!r}", param="file_id", id=file_id)
         return file
 
     def check_exist(self, user: str, ids: Iterable[str]) -> None:
@@ -136,7 +136,7 @@ class UploadLibrary(InlineChunks):
         """
         file = self._rows.by_handle(user, handle)
         if file is None:
-            raise UnknownHandle(f"no file with the handle {handle!r}", handle=handle)
+            raise UnknownHandle(f"no file with the handle {cut(handle)!r}", handle=handle)
         return file
 
     def held(self, user: str, handle: str | None) -> File | None:
@@ -310,7 +310,7 @@ class UploadLibrary(InlineChunks):
         """
         removed = self.delete_all([self.get(user, file_id)])
         if not removed:  # another request has just deleted it
-            raise FileNotFound(f"no file {file_id!r}", param="file_id", id=file_id)
+            raise FileNotFound(f"no file {cut(file_id)!r}", param="file_id", id=file_id)
         return removed[0]
 
     def delete_all(self, files: list[File]) -> list[Removed]:

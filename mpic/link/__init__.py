@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from mpic.errors import UnknownPolicy
+from mpic.errors import UnknownPolicy, cut
 from mpic.link.plan import LinkPlan, SegmentShape, make_plan
 from mpic.link.policies.a3 import A3
 from mpic.link.policies.attnlink import AttnLink
@@ -89,7 +89,7 @@ def parse_policy(text: str) -> Policy:
     if policy is not None:
         return policy
     raise UnknownPolicy(
-        f"unknown policy '{text}'; available: {', '.join(policy_names())}", param="mpic.policy"
+        f"unknown policy '{cut(text)}'; available: {', '.join(policy_names())}", param="mpic.policy"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from mpic.errors import UnknownPress, UnsupportedParameter
+from mpic.errors import UnknownPress, UnsupportedParameter, cut
 from mpic.press.press import PROTECTED, LayerKV, Press
 from mpic.press.presses.cur import CUR
 from mpic.press.presses.knorm import KNorm
@@ -40,8 +40,8 @@ def parse_press(text: str) -> Press | None:
         if press is not None:
             return press
     raise UnknownPress(
-        f"unknown press '{text}'; available: {NONE}, {', '.join(press_names())} (R percent of the tokens are removed; "
-        f"-P behind it protects the first P, otherwise {PROTECTED}; -P-L also the last L)",
+        f"unknown press '{cut(text)}'; available: {NONE}, {', '.join(press_names())} (R percent of the tokens are "
+        f"removed; -P behind it protects the first P, otherwise {PROTECTED}; -P-L also the last L)",
         param="mpic.press",
     )
 

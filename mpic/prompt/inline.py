@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from PIL import Image
 
-from mpic.errors import NotFound, UnknownHandle, UnsupportedModality
+from mpic.errors import NotFound, UnknownHandle, UnsupportedModality, cut
 from mpic.imaging.clip_header import NO_CLIPS
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.prompt.messages import HandleKind
@@ -26,13 +26,13 @@ class InlineResolver:
         self._template, self._decode, self._owner = template, decode, owner
 
     def by_handle(self, kind: HandleKind, name: str) -> Chunk:
-        raise UnknownHandle(f"there are no uploads here: {name!r}", handle=name)
+        raise UnknownHandle(f"there are no uploads here: {cut(name)!r}", handle=name)
 
     def by_file_id(self, file_id: str) -> Chunk:
-        raise NotFound(f"there are no uploads here: {file_id!r}")
+        raise NotFound(f"there are no uploads here: {cut(file_id)!r}")
 
     def by_cache_id(self, cache_id: str) -> Chunk:
-        raise NotFound(f"there are no uploads here: {cache_id!r}")
+        raise NotFound(f"there are no uploads here: {cut(cache_id)!r}")
 
     def inline_image(self, data: bytes) -> Chunk:
         image = self._decode(data)

@@ -30,7 +30,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from mpic.bounded_json import Bounds
 from mpic.cancel import checkpoint
-from mpic.errors import BadRequest, EmptyPrompt, MPICError, UnknownHandle
+from mpic.errors import BadRequest, EmptyPrompt, MPICError, UnknownHandle, cut
 from mpic.kv.chunk import Chunk
 from mpic.prompt.data_url import decode_clip_url, decode_data_url
 from mpic.prompt.tool_calls import ToolCallReader
@@ -154,7 +154,9 @@ class _Parser:
             raise BadRequest("a message must be an object with role and content", param=param)
         role = message.get("role")
         if not isinstance(role, str) or role not in ROLES:
-            raise BadRequest(f"unknown role {role!r}; known: {', '.join(ROLES)}", param=f"{param}.role")
+            raise BadRequest(
+                f"unknown role {cut(str(role))!r}; known: {', '.join(ROLES)}", param=f"{param}.role"
+            )
         role = ROLES[role]
         fields = _fields(message, role, param, self.calls)
         content, where = message.get("content"), f"{param}.content"
@@ -177,7 +179,8 @@ class _Parser:
         kind = part.get("type")
         if kind not in PART_TYPES:
             raise BadRequest(
-                f"unknown content part type {kind!r}; known: {', '.join(PART_TYPES)}", param=f"{param}.type"
+                f"unknown content part type {cut(str(kind))!r}; known: {', '.join(PART_TYPES)}",
+                param=f"{param}.type",
             )
         if kind == "text":
             return self._text(_string(part, "text", param, allow_empty=True), role, index, f"{param}.text")
@@ -208,9 +211,11 @@ class _Parser:
         if isinstance(inner, Mapping):
             part, param = inner, f"{param}.{kind}"
         elif isinstance(inner, str):
-            part = {"url": inner} if kind in URL_PARTS else {f"{kind}_id": inner}
+            part, param = ({"url": inner} if kind in URL_PARTS else {f"{kind}_id": inner}), f"{param}.{kind}"
         if kind in URL_PARTS and "url" in part:
-            return self._url(kind, _string(part, "url", param), f"{param}.url"), None
+            return self._url(
+                kind, _string(part, "url", param), param if inner is part["url"] else f"{param}.url"
+            ), None
         if "handle" in part:
             handle_kind: HandleKind = "file" if kind == "file" else "image"
             handle = _string(part, "handle", param)
@@ -222,6 +227,9 @@ class _Parser:
                 "inline file data is not accepted: upload it to /v1/files, or send a document part with its text",
                 param=f"{param}.file_data",
             )
+        if "file_id" not in part:
+            what = f"{kind}, file_id or handle" if kind in PART_TYPES[3:5] else "url or file_id"
+            raise BadRequest(f"a part of type {kind} needs {what}", param=param)
         file_id = _string(part, "file_id", param)
         return _blame(f"{param}.file_id", self.resolver.by_file_id, file_id), None
 
@@ -239,7 +247,7 @@ class _Parser:
             )
         found = _blame(param, self.resolver.by_file_id, url)
         if what == "video" and any(chunk.kind != "video" for chunk in _chunks(found)):
-            raise BadRequest(f"the file {url!r} is no video", param=param)
+            raise BadRequest(f"the file {cut(url)!r} is no video", param=param)
         return found
 
     def _text(self, text: str, role: str, part: int, param: str) -> list[Text | Ref]:
@@ -365,7 +373,7 @@ def _fields(message: Mapping, role: str, param: str, calls: ToolCallReader) -> d
     }
     for key in fields:
         if key not in known:
-            raise BadRequest(f"a {role} message has no field {key!r}", param=f"{param}.{key}")
+            raise BadRequest(f"a {role} message has no field {cut(key)!r}", param=f"{param}.{cut(key)}")
         if key != "tool_calls" and not isinstance(fields[key], str):
             raise BadRequest(f"{key} must be a string", param=f"{param}.{key}")
     if "tool_calls" in fields:

@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple, get_args
 from semantic_text_splitter import MarkdownSplitter, TextSplitter
 
 from mpic.cancel import checkpoint
-from mpic.errors import BadRequest
+from mpic.errors import BadRequest, cut
 
 Mode = Literal["none", "fixed", "sentence", "paragraph", "section"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -62,7 +62,7 @@ class Split:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise BadRequest(
-                f"split.mode must be one of {', '.join(MODES)}, not {self.mode!r}", param="split.mode"
+                f"split.mode must be one of {', '.join(MODES)}, not {cut(self.mode)!r}", param="split.mode"
             )
         if self.tokens < 1:
             raise BadRequest(f"split.tokens must be at least 1, not {self.tokens}", param="split.tokens")

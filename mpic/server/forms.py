@@ -14,7 +14,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mpic.errors import BadRequest, TooLarge
+from mpic.errors import BadRequest, TooLarge, cut
 from mpic.http import errors
 
 MULTIPART, URLENCODED = b"multipart/form-data", b"application/x-www-form-urlencoded"
@@ -49,7 +49,7 @@ class FormCharset:
         charset = options.get(b"charset", b"utf-8")
         if kind != MULTIPART or charset.lower() in UTF_8:  # of other forms nobody reads the charset
             return None
-        named = charset[:40].decode("latin-1")
+        named = cut(charset.decode("latin-1"))
         return BadRequest(f"the charset of a form is utf-8, not {named!r}", param="Content-Type")
 
 
@@ -104,6 +104,8 @@ class _UploadParser(MultiPartParser):
             try:
                 part.data.decode()
             except UnicodeDecodeError:
-                name = part.field_name[:40]
-                raise BadRequest(f"the field {name!r} is not UTF-8, as texts of forms are") from None
+                name = cut(part.field_name)
+                raise BadRequest(
+                    f"the field {name!r} is not UTF-8, as texts of forms are", param=name
+                ) from None
         super().on_part_end()

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mpic.errors import Forbidden, KeysNeeded, MPICError, TooLarge, TooManyBytes
+from mpic.errors import Forbidden, KeysNeeded, MPICError, TooLarge, TooManyBytes, cut
 from mpic.http import errors
 from mpic.http.hosts import host_name, is_address, is_loopback
 from mpic.keys import KeyStore
@@ -67,8 +67,8 @@ class HostGuard:
         with_keys = self.keys is not None and self.keys.exist()
         if not with_keys and (field := next(filter(PROXIED.fullmatch, headers), None)):
             return KeysNeeded(
-                f"the request came through a proxy ({field}), and without API keys this server answers only programs of "
-                "this machine, as an admin: make a key with `mpic keys create NAME --role admin`",
+                f"the request came through a proxy ({field}), and without API keys this server answers only programs "
+                "of this machine, as an admin: make a key with `mpic keys create NAME --role admin`",
                 param=field,
             )
         host = headers.get("host", "")
@@ -79,13 +79,13 @@ class HostGuard:
                 else "without API keys the server answers only for this machine"
             )
             known = ", ".join(sorted(LOCAL_NAMES | (self.names if with_keys else frozenset())))
-            return Forbidden(f"host {host!r} is refused: {why} ({known})", param="Host")
+            return Forbidden(f"host {cut(host)!r} is refused: {why} ({known})", param="Host")
         origin = headers.get("origin")
         if origin is None or origin in self.origins or (with_keys and "*" in self.origins):
             return None
         if not self._is_allowed(host_name(re.sub("^https?://", "", origin)), with_keys):
             return Forbidden(
-                f"requests from pages of {origin!r} are refused (--cors-origins)", param="Origin"
+                f"requests from pages of {cut(origin)!r} are refused (--cors-origins)", param="Origin"
             )
         return None
 

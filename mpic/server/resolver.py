@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from mpic.errors import BadRequest, MPICError, UnknownHandle
+from mpic.errors import BadRequest, MPICError, UnknownHandle, cut
 from mpic.kv.chunk import Chunk
 from mpic.server.cutting import check_whole
 
@@ -35,7 +35,7 @@ class LibraryResolver:
         file = self.library.files.by_handle(self.user, name)
         if kind == "image" and file.kind != "image":
             what = "video" if file.kind == "video" else "document"
-            raise UnknownHandle(f"{name!r} is a {what}, not an image: write FILE#{name}", handle=name)
+            raise UnknownHandle(f"{cut(name)!r} is a {what}, not an image: write FILE#{name}", handle=name)
         return self._all(file)
 
     def by_file_id(self, file_id: str) -> list[Chunk]:

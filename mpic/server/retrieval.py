@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpic.api.requests import RetrievalOptions
 from mpic.engine.base import Hit, Retrieval, RetrievalRound, SearchResult
-from mpic.errors import MPICError, UnsupportedParameter
+from mpic.errors import BadRequest, MPICError, UnsupportedParameter
 from mpic.kv.chunk import Chunk
 from mpic.link import Policy
 from mpic.prompt import build_prompt
@@ -70,7 +70,12 @@ class Searcher:
     def find(self, query: Query) -> list[SearchHit]:
         """Returns the best references. Raises the errors of the retriever."""
         options = self.options
-        return self.retriever.search(query, options.top_k, options.min_score, options.filter)
+        try:
+            return self.retriever.search(query, options.top_k, options.min_score, options.filter)
+        except BadRequest as error:
+            if error.param and error.param.startswith("filter"):
+                error.param = f"mpic.retrieval.{error.param}"
+            raise
 
     def chunk(self, hit: SearchHit) -> Chunk:
         """Returns the chunk of a reference. Raises ReferenceNotFound if it was removed meanwhile."""

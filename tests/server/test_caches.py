@@ -126,14 +126,14 @@ async def test_caches_survive_a_restart(tmp_path, template):
 @pytest.mark.parametrize(
     ("body", "code", "param"),
     [
-        ({}, "bad_request", None),
-        ({"text": "a", "chunks": ["b"]}, "bad_request", None),
+        ({}, "bad_request", "text"),
+        ({"text": "a", "chunks": ["b"]}, "bad_request", "text"),
         ({"text": ""}, "bad_request", "text"),
         ({"text": " \n"}, "invalid_text", "text"),
         ({"text": "a\0b"}, "invalid_text", "text"),
         ({"chunks": []}, "bad_request", "chunks"),
         ({"chunks": ["a", " "]}, "invalid_text", "text"),
-        ({"chunks": ["a"], "split": {"mode": "fixed"}}, "bad_request", None),
+        ({"chunks": ["a"], "split": {"mode": "fixed"}}, "bad_request", "split"),
         ({"text": "a", "split": {"mode": "words"}}, "bad_request", "split.mode"),
         ({"text": "a", "split": {"mode": "fixed", "tokens": 0}}, "bad_request", "split.tokens"),
         ({"text": "a", "split": {"tokens": 4, "overlap": 4}}, "bad_request", "split.overlap"),

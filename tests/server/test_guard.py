@@ -100,8 +100,13 @@ async def test_other_hosts_and_origins_may_not_call(headers):
 
 @pytest.mark.parametrize(
     "field",
-    ["Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Proto", "X-Forwarded-Port"]
-    + [
+    [
+        "Forwarded",
+        "Via",
+        "X-Forwarded-For",
+        "X-Forwarded-Host",
+        "X-Forwarded-Proto",
+        "X-Forwarded-Port",
         "X-Forwarded-Prefix",
         "X-Forwarded",
         "X-Real-IP",

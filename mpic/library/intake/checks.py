@@ -9,7 +9,7 @@ import string
 from collections.abc import Mapping
 from contextlib import nullcontext
 
-from mpic.errors import BadRequest
+from mpic.errors import BadRequest, cut
 from mpic.imaging.budget import Budget
 from mpic.imaging.decoder import MOST_WAITING
 from mpic.imaging.image_header import SMALL_BYTES
@@ -66,7 +66,7 @@ def check_life(name: str, seconds: int | None) -> None:
         BadRequest: the lifetime is too short or too long.
     """
     if seconds is not None and not 0 < seconds <= LONGEST_LIFE:
-        raise BadRequest(f"{name} must be 1 to {LONGEST_LIFE} seconds, not {seconds}", param=name)
+        raise BadRequest(f"{name} must be 1 to {LONGEST_LIFE} seconds", param=name)
 
 
 def check_metadata(metadata: Mapping[str, Scalar]) -> dict[str, Scalar]:
@@ -81,7 +81,7 @@ def check_metadata(metadata: Mapping[str, Scalar]) -> dict[str, Scalar]:
     for name, value in metadata.items():
         if not isinstance(name, str) or not 0 < len(name) <= METADATA_KEY_CHARS:
             raise BadRequest(
-                f"a name in metadata has 1 to {METADATA_KEY_CHARS} characters, not {str(name)[:80]!r}",
+                f"a name in metadata has 1 to {METADATA_KEY_CHARS} characters, not {cut(str(name))!r}",
                 param="metadata",
             )
         finite = not isinstance(value, float) or math.isfinite(value)
@@ -114,7 +114,7 @@ def check_page(order: str, limit: int) -> None:
         BadRequest: the order is neither ``asc`` nor ``desc``, or the page is to have less than one entry.
     """
     if order not in ("asc", "desc"):
-        raise BadRequest(f"order must be asc or desc, not {order!r}", param="order")
+        raise BadRequest(f"order must be asc or desc, not {cut(order)!r}", param="order")
     if limit < 1:
         raise BadRequest(f"limit must be at least 1, not {limit}", param="limit")
 
@@ -123,5 +123,5 @@ def check_handle(handle: str | None) -> None:
     """Checks the name that prompts may call a file by; None is no name. Raises BadRequest."""
     if handle is not None and not HANDLE.fullmatch(handle):
         raise BadRequest(
-            f"a handle is 1 to 64 letters, digits, '_', '.' or '-', not {handle[:80]!r}", param="handle"
+            f"a handle is 1 to 64 letters, digits, '_', '.' or '-', not {cut(handle)!r}", param="handle"
         )

@@ -93,6 +93,7 @@ def _parts(body: CacheRequest, split: Split, state: State) -> list[CachedText]:
             raise BadRequest(
                 f"a cache has 1 to {MOST_CHUNKS} chunks, not {MOST_CHUNKS + 1} or more; larger pieces (split.tokens) "
                 "make fewer",
+                param="text",
                 chunks=MOST_CHUNKS + 1,
                 limit=MOST_CHUNKS,
             ) from None

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from mpic.errors import UnsupportedParameter
+from mpic.errors import UnsupportedParameter, cut
 from mpic.library.folder.originals import OpenOriginal
 from mpic.server.state import State
 
@@ -27,7 +27,9 @@ def form_fields(*known: str) -> Any:
     async def check(request: Request) -> None:
         unknown = sorted(set((await request.form()).keys()) - set(known))
         if unknown:
-            raise UnsupportedParameter(f"{unknown[0]} is not supported by this server", param=unknown[0])
+            raise UnsupportedParameter(
+                f"{cut(unknown[0])} is not supported by this server", param=cut(unknown[0])
+            )
 
     return Depends(check)
 

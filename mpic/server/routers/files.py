@@ -11,7 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from mpic.api.requests import FileChange
 from mpic.api.resources import FileChunk, FileDeleted, FileList, FileObject
 from mpic.engine.base import Engine
-from mpic.errors import BadRequest, DocumentTooLong, UnsupportedParameter
+from mpic.errors import BadRequest, DocumentTooLong, UnknownPress, UnsupportedParameter, cut
 from mpic.library import File as LibraryFile
 from mpic.library.caches import CHUNK
 from mpic.library.intake.checks import check_life
@@ -67,7 +67,7 @@ async def upload(
     """
     if purpose not in PURPOSES:
         raise UnsupportedParameter(
-            f"purpose {purpose!r} is not supported; known: {', '.join(PURPOSES)}", param="purpose"
+            f"purpose {cut(purpose)!r} is not supported; known: {', '.join(PURPOSES)}", param="purpose"
         )
     name, asked = file.filename or "", split not in (None, "auto")
     stored = await state.library.files.upload(
@@ -99,10 +99,13 @@ def _lifetime(ttl: int | None, anchor: str | None, seconds: int | None) -> int |
     """Returns the lifetime of an upload in seconds, from our field or OpenAI's. Raises BadRequest if they are in
     conflict."""
     if (anchor is None) != (seconds is None):
-        raise BadRequest("expires_after needs both anchor and seconds", param="expires_after")
+        missing = "expires_after[anchor]" if anchor is None else "expires_after[seconds]"
+        raise BadRequest("expires_after needs both anchor and seconds", param=missing)
     if ttl is not None and seconds is not None and ttl != seconds:
         raise BadRequest("ttl and expires_after differ; the latter is OpenAI's name for it", param="ttl")
-    return seconds if ttl is None else ttl
+    name, life = ("expires_after[seconds]", seconds) if ttl is None else ("ttl", ttl)
+    check_life(name, life)
+    return life
 
 
 def checked_press(press: str | None, engine: Engine) -> str | None:
@@ -112,7 +115,11 @@ def checked_press(press: str | None, engine: Engine) -> str | None:
         UnknownPress: there is no press of that name.
         UnsupportedParameter: the engine cannot compress chunks of its model by this press.
     """
-    found = parse_press(press or "")
+    try:
+        found = parse_press(press or "")
+    except UnknownPress as error:
+        error.param = "press"
+        raise
     if found is None:
         return press and NONE
     if found.syntax not in engine.presses():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from mpic.api.resources import ModelList, ModelObject
-from mpic.errors import ModelNotFound
+from mpic.errors import ModelNotFound, cut
 from mpic.server.state import State, StateDep
 
 router = APIRouter(prefix="/v1/models", tags=["models"])
@@ -15,7 +15,7 @@ def check_model(state: State, name: str | None) -> None:
     """Raises ModelNotFound unless ``name`` is the served model (or not given)."""
     served = state.engine.info.name
     if name is not None and name != served:
-        raise ModelNotFound(f"model {name!r} is not served here; {served!r} is", param="model")
+        raise ModelNotFound(f"model {cut(name)!r} is not served here; {served!r} is", param="model")
 
 
 def _served(state: State) -> ModelObject:
