@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-QUOTED = 80
-"""Most characters of a text of a client that anything said about it repeats."""
-SAID = 2000
+QUOTED = 128
+"""Most characters of a text of a client that anything said about it repeats. Ids of references have as many."""
+MESSAGE, FACT = 2000, 512
 """Most characters of a message, and of each other text in the body of an error."""
 
 
@@ -34,10 +34,10 @@ class MPICError(Exception):
     code = "internal_error"
 
     def __init__(self, message: str, *, param: str | None = None, **details: Any) -> None:
-        self.message = cut(message, SAID)
+        self.message = cut(message, MESSAGE)
         super().__init__(self.message)
-        self.param = param and cut(param, SAID)
-        self.details = {k: cut(v, SAID) if isinstance(v, str) else v for k, v in details.items()}
+        self.param = param and cut(param, FACT)
+        self.details = {k: cut(v, FACT) if isinstance(v, str) else v for k, v in details.items()}
 
     def body(self) -> dict[str, Any]:
         """Returns the error body in OpenAI's shape: ``{"error": {message, type, param, code, details}}``."""

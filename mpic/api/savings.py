@@ -43,7 +43,9 @@ class Savings(ApiObject):
 
     object: Literal["savings"] = "savings"
     scope: Annotated[str, one_of("mine", "all")]
-    since: int | None = Field(description="Unix time of the first answer that was counted")
+    since: int | None = Field(
+        description="Unix time of the first answer that was counted, or of the day of your first one"
+    )
     total: SavingsSum
     days: tuple[SavingsDay, ...] = Field(description="days with answers, oldest first")
     ms_per_token: float | None = Field(

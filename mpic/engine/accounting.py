@@ -34,9 +34,7 @@ class Arrivals:
         with self._lock:
             waiting, limit = self.count + self._waiting(), self._limit()
             if limit is not None and waiting >= limit:
-                raise QueueFull(
-                    f"{waiting} requests are waiting for their turn, which is the limit", waiting=waiting
-                )
+                raise QueueFull("as many requests wait for their turn as may; try again")
             self.count += 1
 
     def leave(self) -> None:

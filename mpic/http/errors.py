@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -18,6 +21,7 @@ from mpic.api.openai_fields import BY_NAME, OpenAIField
 from mpic.api.requests import WrongField
 from mpic.durable import FULL
 from mpic.errors import (
+    FACT,
     BadRequest,
     MethodNotAllowed,
     MPICError,
@@ -51,16 +55,52 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _any_error)
 
 
+class _Failures:
+    """Counts failures by kind. Thousands of the same kind take few lines of the log, and none stays unmentioned.
+
+    Args:
+        clock: function that returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._kinds: dict[str, tuple[int, int, float]] = {}  # count, count and time when the log was written
+
+    def count(self, kind: str) -> tuple[int, int]:
+        """Counts a failure; returns how many of its kind there were, and for how many of them a line is due: for the
+        first, then whenever their number has doubled, and for those of each further minute."""
+        now = self._clock()
+        with self._lock:
+            count, logged, at = self._kinds.get(kind, (0, 0, now))
+            count += 1
+            due = count - logged if count >= 2 * logged or now - at >= LOG_SECONDS else 0
+            self._kinds[kind] = (count, count, now) if due else (count, logged, at)
+            return count, due
+
+
+LOG_SECONDS = 60.0
+_failures = _Failures()
+
+
 def as_mpic_error(exc: BaseException) -> MPICError:
     """Returns the error to show for any exception (``shown_for``), and logs what an operator must know."""
     error = shown_for(exc)
+    if error is exc and error.status < 500:
+        return error
+    place = traceback.extract_tb(exc.__traceback__)[-1:]
+    count, due = _failures.count(
+        f"{type(exc).__name__} {[(frame.filename, frame.lineno) for frame in place]}"
+    )
+    if not due:
+        return error
+    what = f"{error.code}: {error.message}"
     if error is not exc:
-        log.error("A request failed with an unexpected %s.", type(exc).__name__, exc_info=exc)
-    elif isinstance(error, Unavailable):
-        # logged without a traceback: the message is enough, and many requests may fail this way
-        log.error("%s: %s", error.code, error.message)
-    elif error.status >= 500:
-        log.error("%s: %s", error.code, error.message, exc_info=exc)
+        what = f"A request failed with an unexpected {type(exc).__name__}."
+    times = f" ({due:,} times since the last such line, {count:,} in all)" if count > 1 else ""
+    # the message of an expected refusal is enough, and one traceback of each kind of the others
+    expected = error is exc and isinstance(error, Unavailable | StorageFull)
+    log.error("%s%s", what, times, exc_info=None if expected or count > 1 else exc)
     return error
 
 
@@ -94,7 +134,7 @@ async def _any_error(request: Request, exc: Exception) -> JSONResponse:
         error, NotFound
     ):  # it stands in the path or the query, by whatever name the library has for it
         for name, value in {**request.query_params, **request.path_params}.items():
-            if value == error.details.get("id"):
+            if cut(value, FACT) == error.details.get("id"):
                 error.param = name
     return response(error)
 

@@ -271,7 +271,7 @@ class HTTPConnection(HttpToolsProtocol):
         self._answering = cycle
         if cycle.scope["http_version"] == "1.0":
             app = partial(_without_chunks, app, cycle)
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, partial(_answered, app, cycle))
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
@@ -355,6 +355,18 @@ class HTTPConnection(HttpToolsProtocol):
         for name, value in self.server_state.default_headers:
             head += f"{name.decode('latin-1')}: {value.decode('latin-1')}\r\n"
         return f"{head}\r\n".encode("latin-1") + body
+
+
+async def _answered(
+    app: Any, cycle: RequestResponseCycle, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Runs the application. The framework raises what it has answered (``mpic.http.errors``, which logs it), too, and
+    uvicorn would log all of it again."""
+    try:
+        await app(scope, receive, send)
+    except Exception:
+        if not cycle.response_complete:
+            raise
 
 
 async def _without_chunks(

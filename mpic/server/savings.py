@@ -99,7 +99,7 @@ class SavingsLedger:
         self._writing = threading.Lock()
         self._days: Counter[tuple[str, str, str]] = Counter()
         self._chunks: dict[tuple[str, str], ChunkReuse] = {}
-        self._answers: list[tuple[float, float]] = []
+        self._answers: list[tuple[str, float, float]] = []
 
     def answered(self, user: str, usage: GenerationUsage) -> None:
         """Counts an answer that has ended, unless it ended before its first token."""
@@ -116,7 +116,7 @@ class SavingsLedger:
                     old = self._chunks.get((user, chunk.key), ChunkReuse(0, 0, now))
                     self._chunks[user, chunk.key] = ChunkReuse(old.uses + 1, old.saved + chunk.reused, now)
             if usage.computed and usage.link_ms:
-                self._answers.append((float(usage.computed), usage.link_ms))
+                self._answers.append((user, float(usage.computed), usage.link_ms))
 
     def flush(self) -> None:
         """Writes the counts; after a failure they are kept for the next time. See ``translated`` for the errors."""
@@ -151,14 +151,23 @@ class SavingsLedger:
                  GROUP BY key"""
         return {key: ChunkReuse(*values) for key, *values in self._read(sql, user)}
 
-    def begun(self) -> float | None:
-        """Returns the Unix time of the first answer that was counted."""
-        rows = self._read("SELECT at FROM begun LIMIT 1")
+    def begun(self, user: str | None = None) -> float | None:
+        """Returns the Unix time since when answers are counted: of the first one of all, or of the day of the first one
+        of a user that is still kept."""
+        if user is None:
+            sql, values = "SELECT at FROM begun LIMIT 1", ()
+        else:
+            sql, values = (
+                "SELECT CAST(strftime('%s', MIN(day)) AS INTEGER) FROM days WHERE user = ? HAVING COUNT(*)",
+                (user,),
+            )
+        rows = self._read(sql, *values)
         return rows[0][0] if rows else None
 
-    def ms_per_token(self) -> float | None:
-        """Returns the milliseconds that one more computed token takes; None if that is not known yet."""
-        rows = self._read("SELECT n, x, y, xx, xy FROM fits WHERE model = ?", self._model)
+    def ms_per_token(self, user: str | None = None) -> float | None:
+        """Returns the milliseconds that one more computed token takes in the answers of a user, or of all; None if that
+        is not known yet."""
+        rows = self._read("SELECT n, x, y, xx, xy FROM fits WHERE model = ?", self._fit_of(user))
         return TimeFit(*rows[0]).slope if rows else None
 
     def _write(
@@ -166,7 +175,7 @@ class SavingsLedger:
         db: sqlite3.Connection,
         days: Counter[tuple[str, str, str]],
         chunks: dict[tuple[str, str], ChunkReuse],
-        answers: Iterable[tuple[float, float]],
+        answers: Iterable[tuple[str, float, float]],
     ) -> None:
         now = self._clock()
         db.execute("INSERT INTO begun SELECT ? WHERE NOT EXISTS (SELECT 1 FROM begun)", (now,))
@@ -190,17 +199,24 @@ class SavingsLedger:
             )
         oldest = time.strftime("%Y-%m-%d", time.gmtime(now - DAYS_KEPT * 86_400))
         db.execute("DELETE FROM days WHERE day < ?", (oldest,))
-        row = db.execute("SELECT n, x, y, xx, xy FROM fits WHERE model = ?", (self._model,)).fetchone()
-        fit = TimeFit(*row) if row else TimeFit()
-        for tokens, ms in answers:
-            fit = fit.add(tokens, ms)
-        db.execute("INSERT OR REPLACE INTO fits VALUES (?, ?, ?, ?, ?, ?)", (self._model, *fit))
+        for whose in {None, *(user for user, _, _ in answers)}:
+            name = self._fit_of(whose)
+            row = db.execute("SELECT n, x, y, xx, xy FROM fits WHERE model = ?", (name,)).fetchone()
+            fit = TimeFit(*row) if row else TimeFit()
+            for user, tokens, ms in answers:
+                if whose in (None, user):
+                    fit = fit.add(tokens, ms)
+            db.execute("INSERT OR REPLACE INTO fits VALUES (?, ?, ?, ?, ?, ?)", (name, *fit))
+
+    def _fit_of(self, user: str | None) -> str:
+        """Returns the name of a fit: the model's for all users, as earlier versions had it, or of one user."""
+        return self._model if user is None else f"{self._model} {user}"
 
     def _take_back(
         self,
         days: Counter[tuple[str, str, str]],
         chunks: dict[tuple[str, str], ChunkReuse],
-        answers: list[tuple[float, float]],
+        answers: list[tuple[str, float, float]],
     ) -> None:
         with self._counting:
             self._days += days

@@ -564,3 +564,20 @@ def test_forwarded_addresses_are_believed_from_trusted_proxies_alone(tmp_path, s
         one.head("GET /", "X-Forwarded-For: 203.0.113.7", "X-Forwarded-Proto: https")
         assert one.answer() == (200, {"client": client, "scheme": scheme})
         one.close()
+
+
+async def failing(scope, receive, send):
+    """As the framework: it answers, and raises all the same."""
+    await send({"type": "http.response.start", "status": 500, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body"})
+    raise RuntimeError("a mistake of ours")
+
+
+def test_a_failure_that_was_answered_is_not_logged_again(tmp_path, caplog):
+    with front_server(tmp_path, None, app=failing) as front:
+        client = front.connect()
+        for _ in range(2):
+            client.head("GET /")
+            assert client.answer()[0] == 500
+        client.close()
+    assert not [record for record in caplog.records if record.exc_info]

@@ -129,6 +129,24 @@ async def test_savings_of_one_user_are_not_shown_to_another(server):
     assert (await get("/v1/savings?scope=all", headers=root)).json()["users"][0]["user"] == "ann"
 
 
+async def test_no_figure_of_savings_tells_a_user_about_others(server):
+    """Neither since when others ask, nor how long their answers take."""
+    ann, bob, root = server.key("ann"), server.key("bob"), server.key("root", "admin")
+
+    async def savings(key, scope="mine"):
+        return (await server.http.get(f"/v1/savings?scope={scope}", headers=key)).json()
+
+    before = await savings(bob)
+    for computed in (100, 200, 400, 800, 1600, 3200):
+        usage = replace(ANSWER, computed=computed, link_ms=25.0 + 0.5 * computed)
+        server.app.state.mpic.savings.answered("ann", usage)
+    assert await savings(bob) == before and before["since"] is None and before["ms_per_token"] is None
+    own, every = await savings(ann), await savings(root, "all")
+    assert own["ms_per_token"] == every["ms_per_token"] == pytest.approx(0.5)
+    assert every["since"] - DAY < own["since"] <= every["since"] and own["since"] % DAY == 0
+    assert (await savings(root))["ms_per_token"] is None
+
+
 async def test_the_ledger_is_part_of_a_backup(server, tmp_path_factory):
     target, root = tmp_path_factory.mktemp("backup"), tmp_path_factory.mktemp("restored")
     server.app.state.mpic.savings.answered("ann", ANSWER)

@@ -1,16 +1,26 @@
 """Errors of requests name the field, in OpenAI's shape."""
 
 import copy
+import json
 import re
+import tracemalloc
 import typing
 
 import pydantic
 import pytest
-from server_helpers import invalid
+from server_helpers import invalid, png
 
 from mpic.api import requests
 from mpic.api.openai_fields import BY_NAME
-from mpic.http.errors import as_mpic_error, from_validation
+from mpic.errors import (
+    DatabaseBusy,
+    DatabaseFailed,
+    EngineStopped,
+    LibraryGone,
+    OutOfMemory,
+    StorageFull,
+)
+from mpic.http.errors import _Failures, as_mpic_error, from_validation
 
 HELLO = {"role": "user", "content": "hello"}
 ASK = {"messages": [HELLO]}
@@ -309,3 +319,296 @@ def test_what_is_missing_is_named_by_its_exact_place(model):
                 assert error.param in RELATED.get(at[-1], ()) or at[-1] in ("tool_call_id", "text", "mode"), (
                     written(at)
                 )
+
+
+# ---- everything else of a request
+
+CHATS, FILES, CACHES, REFERENCES = "/v1/chat/completions", "/v1/files", "/v1/caches", "/v1/references"
+BROKEN = "data:image/png;base64,AAAA"
+PARTS = {
+    ".image_url.url": [
+        {"type": "image_url", "image_url": {"url": url}}
+        for url in (
+            "file-nope",
+            BROKEN,
+            "http://x",
+            "data:image/png;base64,@@",
+            "data:text/plain;base64,AAAA",
+        )
+    ],
+    ".video_url.url": [{"type": "video_url", "video_url": {"url": url}} for url in ("file-nope", "http://x")],
+    ".image": [{"type": "image", "image": url} for url in ("file-nope", BROKEN, "http://x")],
+    ".file_id": [{"type": kind, "file_id": "file-nope"} for kind in ("image", "file")],
+    ".file.file_id": [{"type": "file", "file": {"file_id": "file-nope"}}],
+    ".handle": [{"type": kind, "handle": "NOPE"} for kind in ("image", "file")],
+    "": [{"type": kind} for kind in ("image", "file")],
+    ".text": [{"type": "document", "text": text} for text in ("", " ", "a\0b")],
+    ".cache_id": [{"type": "cache", "cache_id": id} for id in ("cache-nope", "group-nope", "x")],
+    ".name": [{"type": "image", "image": BROKEN, "name": ""}],
+}
+"""Content parts by the place in them that is wrong."""
+ELSEWHERE = [
+    ("GET", f"{FILES}?after=file-nope", {}, "after"),
+    ("GET", f"{CACHES}?after=x", {}, "after"),
+    ("GET", f"{REFERENCES}?after=x", {}, "after"),
+    ("GET", f"{FILES}/x", {}, "file_id"),
+    ("GET", f"{CACHES}/cache-x", {}, "cache_id"),
+    ("GET", f"{REFERENCES}/x", {}, "reference_id"),
+    ("DELETE", f"{FILES}/x", {}, "file_id"),
+    *(
+        ("GET", f"{path}?limit={value}", {}, "limit")
+        for path in (FILES, CACHES, REFERENCES)
+        for value in "0x"
+    ),
+    *(("GET", f"{path}?order=x", {}, "order") for path in (FILES, CACHES, REFERENCES)),
+    ("GET", f"{REFERENCES}?kind=x", {}, "kind"),
+    ("GET", "/v1/savings?scope=x", {}, "scope"),
+    ("GET", "/v1/savings?days=0", {}, "days"),
+    *(
+        ("POST", path, {"content": content, "headers": {"Content-Type": "application/json"}}, None)
+        for path in (CHATS, CACHES, f"{REFERENCES}/search")
+        for content in ("", "null", "[]", "1", '"x"', "{", "\0")
+    ),
+    ("PATCH", f"{FILES}/x", {}, None),
+    ("PATCH", f"{CACHES}/x", {}, None),
+    ("POST", CHATS, {"content": "{}"}, "Content-Type"),
+    ("POST", FILES, {}, "file"),
+    ("POST", FILES, {"json": {}}, "file"),
+    ("POST", FILES, {"files": {"file": (None, "a text")}}, "file"),
+    ("POST", FILES, {"files": {"picture": ("a.png", png())}}, "picture"),
+    ("POST", FILES, {"files": {"file": ("a.png", b"")}}, "file"),
+    ("POST", FILES, {"files": {"file": ("a.png", png()[:40])}}, "file"),
+    *(
+        ("POST", FILES, {"data": {name: value}, "files": {"file": ("a.png", png())}}, name)
+        for name, value in [
+            ("ttl", "x"),
+            ("ttl", "0"),
+            ("ttl", "9" * 14),
+            ("replace", "x"),
+            ("replace", "true"),
+            ("handle", "a b"),
+            ("split", "x"),
+            ("split", '{"mode": 5}'),
+            ("press", "x"),
+            ("purpose", "x"),
+            ("x", "1"),
+            ("expires_after[anchor]", "x"),
+        ]
+    ),
+    ("POST", CACHES, {"json": {"chunks": ["a", " "]}}, "chunks[1]"),
+    ("POST", f"{REFERENCES}/search", {"json": {"image": BROKEN}}, "image"),
+    ("POST", f"{REFERENCES}/search", {"json": {"query": "x", "filter": {"a": {"b": 1}}}}, "filter.a.b"),
+    *(
+        ("POST", REFERENCES, {"data": {name: value}, "files": {"file": ("a.png", png())}}, name)
+        for name, value in [("metadata", "x"), ("metadata", "[]"), ("id", "x"), ("description", "x" * 5000)]
+    ),
+]
+"""Method, path, options and parameter of requests that are wrong outside of a body's fields, or beyond their types."""
+
+
+def check_words(error):
+    """Checks that a message has no words of Python's."""
+    assert error["message"], error
+    assert not INTERNAL.search(re.sub("must match .*", "", error["message"])), error
+
+
+@pytest.mark.parametrize("place", PARTS)
+async def test_a_content_part_is_refused_by_the_place_in_it(server, place):
+    for part in PARTS[place]:
+        error = (await server.ask([{"type": "text", "text": "x"}, part])).json()["error"]
+        assert error["param"] == f"messages[0].content[1]{place}", error
+        check_words(error)
+
+
+@pytest.mark.parametrize(("method", "path", "options", "param"), ELSEWHERE)
+async def test_the_rest_of_a_request_is_refused_by_its_place(server, method, path, options, param):
+    answer = await server.http.request(method, path, **options)
+    assert 400 <= answer.status_code < 500
+    error = answer.json()["error"]
+    assert error["param"] == param, error
+    check_words(error)
+
+
+async def test_a_filter_of_a_chat_is_refused_by_its_place_in_the_chat(server):
+    answer = await server.ask(mpic={"retrieval": {"mode": "always", "filter": {"a": {"b": 1}}}})
+    assert answer.json()["error"]["param"] == "mpic.retrieval.filter.a.b"
+
+
+# ---- what an answer repeats
+
+LONG = "ab\u2028\U0001f600<" * 50_000
+REPEATS = {
+    "a name": lambda: ("POST", CHATS, {"json": {**ASK, LONG: 1}}),
+    "a name within": lambda: ("POST", CHATS, {"json": {"messages": [{**HELLO, LONG: 1}]}}),
+    "names within each other": lambda: (
+        "POST",
+        CHATS,
+        {"json": {**ASK, "mpic": {"retrieval": {"mode": "always", "filter": {LONG: {LONG: [1]}}}}}},
+    ),
+    "a value": lambda: ("POST", CHATS, {"json": {**ASK, "model": LONG}}),
+    "a role": lambda: ("POST", CHATS, {"json": {"messages": [{"role": LONG, "content": "x"}]}}),
+    "a policy": lambda: ("POST", CHATS, {"json": {**ASK, "mpic": {"policy": LONG}}}),
+    "a press": lambda: ("POST", CHATS, {"json": {**ASK, "mpic": {"press": LONG}}}),
+    "a type": lambda: (
+        "POST",
+        CHATS,
+        {"json": {"messages": [{"role": "user", "content": [{"type": LONG}]}]}},
+    ),
+    "an id": lambda: (
+        "POST",
+        CHATS,
+        {"json": {"messages": [{"role": "user", "content": [{"type": "image", "file_id": LONG}]}]}},
+    ),
+    "a handle": lambda: (
+        "POST",
+        CHATS,
+        {"json": {"messages": [{"role": "user", "content": [{"type": "image", "handle": LONG}]}]}},
+    ),
+    "a cache": lambda: (
+        "POST",
+        CHATS,
+        {"json": {"messages": [{"role": "user", "content": [{"type": "cache", "cache_id": LONG}]}]}},
+    ),
+    "a mention": lambda: (
+        "POST",
+        CHATS,
+        {"json": {"messages": [{"role": "user", "content": "IMAGE#" + "A" * 300_000}]}},
+    ),
+    "a URL": lambda: (
+        "POST",
+        CHATS,
+        {
+            "json": {
+                "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": LONG}}]}]
+            }
+        },
+    ),
+    "a tool": lambda: (
+        "POST",
+        CHATS,
+        {"json": {**ASK, "tools": [{"type": "function", "function": {"name": LONG}}]}},
+    ),
+    "broken JSON": lambda: (
+        "POST",
+        CHATS,
+        {"content": '{"' + LONG, "headers": {"Content-Type": "application/json"}},
+    ),
+    "a split": lambda: ("POST", CACHES, {"json": {"text": "x", "split": {"mode": LONG}}}),
+    "a filter": lambda: (
+        "POST",
+        f"{REFERENCES}/search",
+        {"json": {"query": "x", "filter": {LONG: {LONG: 1}}}},
+    ),
+    "a path": lambda: ("GET", f"/v1/{LONG[:9000]}", {}),
+    "an id in a path": lambda: ("GET", f"{FILES}/{LONG[:9000]}", {}),
+    "an id in a query": lambda: ("GET", FILES, {"params": {"after": LONG[:9000]}}),
+    "an unknown path of the page": lambda: ("GET", f"/ui/{LONG[:9000]}", {}),
+    "a host": lambda: ("GET", FILES, {"headers": {"host": "x" * 30_000}}),
+    "an origin": lambda: ("GET", FILES, {"headers": {"origin": "x" * 30_000}}),
+    "a charset": lambda: (
+        "POST",
+        FILES,
+        {
+            "content": b"x",
+            "headers": {"Content-Type": "multipart/form-data; boundary=x; charset=" + "x" * 30_000},
+        },
+    ),
+    **{
+        f"the {name} of a form": lambda name=name: (
+            "POST",
+            FILES,
+            {"data": {name: LONG[:100_000]}, "files": {"file": ("a.png", png())}},
+        )
+        for name in ("handle", "purpose", "press", "split", "ttl", "replace", "expires_after[anchor]")
+    },
+    "a name of a form": lambda: (
+        "POST",
+        FILES,
+        {"data": {"x" * 60_000: "x"}, "files": {"file": ("a.png", png())}},
+    ),
+    "the name of a file": lambda: ("POST", FILES, {"files": {"file": ("x" * 60_000 + ".txt", b"a\0b")}}),
+    **{
+        f"the {name} of a reference": lambda name=name: (
+            "POST",
+            REFERENCES,
+            {"data": {name: LONG[:100_000]}, "files": {"file": ("a.png", png())}},
+        )
+        for name in ("id", "metadata", "title", "description")
+    },
+    "a name in metadata": lambda: (
+        "POST",
+        REFERENCES,
+        {"data": {"metadata": json.dumps({LONG[:60_000]: 1})}, "files": {"file": ("a.png", png())}},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REPEATS)
+async def test_an_error_repeats_little_of_a_long_request(server, caplog, what):
+    method, path, options = REPEATS[what]()
+    answer = await server.http.request(method, path, **options)
+    assert 400 <= answer.status_code < 500
+    said = answer.json()["error"]
+    assert len(answer.content) < 4000, said["message"][:300]
+    assert sum(map(len, answer.headers.values())) < 4000
+    assert all(len(record.getMessage()) < 4000 for record in caplog.records)
+    shown = (await server.http.get("/metrics")).text
+    assert max(map(len, shown.splitlines())) < 1000
+
+
+async def test_a_long_name_takes_no_more_memory_than_to_parse_it(server):
+    """Above the body, which the client holds here too: the text, and the parts of it that errors are about."""
+    size = 8_000_000
+    body = json.dumps({"text": "x", "y" * size: 1}).encode()
+    options = {"content": body, "headers": {"Content-Type": "application/json"}}
+    await server.http.post(CACHES, **options)
+    tracemalloc.start()
+    try:
+        answer = await server.http.post(CACHES, **options)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert answer.json()["error"]["code"] == "unsupported_parameter" and len(answer.content) < 1000
+    assert peak < 4 * size
+
+
+# ---- the log
+
+
+@pytest.fixture
+def failures(monkeypatch):
+    """The time, in seconds, by which failures are counted afresh."""
+    now = [0.0]
+    monkeypatch.setattr("mpic.http.errors._failures", _Failures(lambda: now[0]))
+    return now
+
+
+async def test_a_flood_of_failures_takes_few_lines_and_one_traceback(server, monkeypatch, caplog, failures):
+    def fail(*args, **options):
+        raise RuntimeError("a mistake of ours")
+
+    monkeypatch.setattr(server.library.files, "page", fail)
+    for _ in range(300):
+        assert (await server.http.get(FILES)).status_code == 500
+    lines = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert len(lines) == 9 and [record.exc_info is not None for record in lines] == [True] + [False] * 8
+    assert "128 times since the last such line, 256 in all" in lines[-1].getMessage()
+    failures[0] += 60.0
+    assert (await server.http.get(FILES)).status_code == 500
+    assert "45 times since the last such line, 301 in all" in caplog.records[-1].getMessage()
+
+
+@pytest.mark.parametrize(
+    "error", [StorageFull, OutOfMemory, EngineStopped, DatabaseBusy, DatabaseFailed, LibraryGone]
+)
+def test_an_expected_refusal_is_logged_in_a_line_without_a_traceback(caplog, failures, error):
+    for _ in range(100):
+        as_mpic_error(error("not now"))
+    assert [record.exc_info for record in caplog.records] == [None] * 7
+    assert caplog.records[0].getMessage() == f"{error.code}: not now"
+
+
+def test_each_kind_of_failure_has_a_traceback_of_its_own(caplog, failures):
+    for kind in (ValueError, KeyError, ValueError):
+        as_mpic_error(kind("x"))
+    assert [record.exc_info is not None for record in caplog.records] == [True, True, False]

@@ -40,14 +40,14 @@ def savings(
     ledger, whose = state.savings, None if scope == "all" else user.id
     first = time.strftime("%Y-%m-%d", time.gmtime(time.time() - (days - 1) * DAY))
     by_day = ledger.days(whose, first)
-    since = ledger.begun()
+    since = ledger.begun(whose)
     items, more_items = _items(state, whose)
     return Savings(
         scope=scope,
         since=None if since is None else int(since),
         total=_sum([row[1:] for row in by_day]),
         days=tuple(SavingsDay(day=day, **_named(rest)) for day, *rest in by_day),
-        ms_per_token=ledger.ms_per_token(),
+        ms_per_token=ledger.ms_per_token(whose),
         users=tuple(SavingsUser(user=name, **_named(rest)) for name, *rest in ledger.users(first))
         if scope == "all"
         else (),
