@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -99,7 +100,7 @@ class Library:
         self.references = ReferenceLibrary(storage, references)
         self.orphans = Orphans(root, filesystem, clock, limits.orphan_days, self.catalog.newest)
         self._backfill = SidecarBackfill(self.catalog, self.sidecars)
-        self._open = not read_only
+        self._open, self._probed = not read_only, -math.inf
 
     @classmethod
     def open(
@@ -249,6 +250,15 @@ class Library:
         self.store.check()
         self.files.check()
         self.references.check()
+
+    def probe(self) -> None:
+        """Raises LibraryGone, DatabaseFailed, DatabaseBusy or DatabaseDamaged if the library cannot be used now. Its
+        disk is tried once a second at most, because this is asked without a key."""
+        self.folder.check()
+        if time.monotonic() - self._probed >= 1:
+            self.folder.probe()
+            self.catalog.probe()
+            self._probed = time.monotonic()
 
     def close(self) -> None:
         """Writes the state that is kept in memory, if it can be written, and releases the folder. Close the engine

@@ -31,6 +31,7 @@ from mpic.server.metrics import Metrics, ResponseCounter
 from mpic.server.routers import caches, chat, files, health, metrics, models, references, savings
 from mpic.server.savings import SavingsLedger
 from mpic.server.state import State
+from mpic.server.thread_pools import Probe
 from mpic.version import VERSION
 from mpic.webui.sessions import COOKIE, COOKIE_VALUE
 
@@ -91,8 +92,9 @@ def create_app(
     embedder = Embedder(search.embedder, search.embedder_weights, search.embedder_device)
     retriever = Retriever(library, embedder, search.duplicates)
     ledger = SavingsLedger(library.root, engine.info.digest)
+    probe = Probe(library.probe)
     app.state.mpic = State(
-        engine, library, template, config, int(time.time()), keys, collected, retriever, ledger
+        engine, library, template, config, int(time.time()), keys, collected, retriever, ledger, probe
     )
     app.router.routes.extend(_routes())
     app.add_api_route("/", _home, include_in_schema=False)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import Depends, Request
 
 from mpic.server.auth import KeyRates
-from mpic.server.thread_pools import ThreadPools
+from mpic.server.thread_pools import Probe, ThreadPools
 
 if TYPE_CHECKING:
     from mpic.config import Config
@@ -27,6 +27,7 @@ class State:
 
     Args:
         started: Unix time of the start.
+        probe: checks the library's disk.
         pools: threads for work that may take long.
         rates: counts the requests of keys.
     """
@@ -40,6 +41,7 @@ class State:
     metrics: Metrics
     retriever: Retriever
     savings: SavingsLedger
+    probe: Probe
     pools: ThreadPools = field(default_factory=ThreadPools)
     rates: KeyRates = field(default_factory=KeyRates)
 

@@ -21,6 +21,7 @@ from anyio import CancelScope
 from starlette.requests import Request
 
 from mpic.cancel import Cancelled, until
+from mpic.errors import Unavailable
 from mpic.http.sse import ClientDisconnected, while_connected
 
 T = TypeVar("T")
@@ -87,6 +88,29 @@ class ThreadPools:
         self.long_prompts = ThreadPool(2, 1)
         self.splitting = ThreadPool(2, 1)
         self.background = ThreadPool(2, 1)
+
+
+class Probe:
+    """One check for all who ask for it at the same time, on a thread of its own, for which nothing else waits.
+
+    Args:
+        check: raises an error if something is wrong.
+        patience: seconds to wait for it, as a disk may not answer at all.
+    """
+
+    def __init__(self, check: Callable[[], None], patience: float = 5.0) -> None:
+        self._check, self._patience = check, patience
+        self._thread = ThreadPoolExecutor(1, "mpic-probe")
+        self._running: asyncio.Future[None] | None = None
+
+    async def run(self) -> None:
+        """Returns once the check has passed. Raises its error, or Unavailable when it takes too long."""
+        if self._running is None or self._running.done():
+            self._running = asyncio.get_running_loop().run_in_executor(self._thread, self._check)
+        done, _ = await asyncio.wait([running := self._running], timeout=self._patience)
+        if not done:
+            raise Unavailable("the disk of the data folder does not answer")
+        running.result()
 
 
 async def _until_done(task: asyncio.Future[T]) -> T:

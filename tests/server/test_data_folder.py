@@ -1,24 +1,31 @@
 """A data folder that disappears or that another process uses has its own error codes; a running server can be backed
 up."""
 
+import asyncio
+import errno
 import itertools
 import json
 import logging
+import os
 import shutil
 import sqlite3
 import threading
 from contextlib import closing
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from server_helpers import fake_server, refusal, wait_until
+from anyio import to_thread
+from fake_engine import FakeEngine
+from server_helpers import fake_server, refusal, running, wait_until
 from threads_kit import started
 
 from mpic import MPIC, AsyncMPIC
 from mpic.client.inprocess import AsyncInProcess
-from mpic.errors import DatabaseBusy, DatabaseDamaged, DatabaseFailed, Unavailable
+from mpic.durable import FileSystem
+from mpic.errors import DatabaseBusy, DatabaseDamaged, DatabaseFailed, FileNotFound, Unavailable
 from mpic.library import Library
-from mpic.server import background
+from mpic.server import background, create_app
 
 
 @pytest.mark.parametrize("made_again", [False, True], ids=["removed", "made again by somebody"])
@@ -175,3 +182,112 @@ def test_a_server_that_refuses_its_folder_leaves_it_as_it_was(tmp_path, mpic):
     status, _, err = mpic("serve", "--port", "0", "--data-dir", tmp_path)
     assert status and "[foreign_folder]" in err
     assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == ["report.doc"]
+
+
+class Failing(FileSystem):
+    """A disk that fails from some moment on, in one of its calls."""
+
+    error, call = None, ""
+
+    def _maybe(self, call):
+        if self.error and call == self.call:
+            raise OSError(self.error, os.strerror(self.error))
+
+    def create(self, path):
+        self._maybe("create")
+        return super().create(path)
+
+    def write(self, fd, data):
+        self._maybe("write")
+        return super().write(fd, data)
+
+    def sync(self, fd):
+        self._maybe("sync")
+        super().sync(fd)
+
+    def read(self, fd, into, offset):
+        self._maybe("read")
+        return super().read(fd, into, offset)
+
+
+@pytest.mark.parametrize("call", ["create", "write", "sync", "read"])
+@pytest.mark.parametrize("error", [errno.EIO, errno.EROFS])
+async def test_a_server_whose_disk_fails_is_not_ready_and_does_not_advise_a_repair(
+    tmp_path, template, call, error
+):
+    disk = Failing()
+    library = Library.open(tmp_path, filesystem=disk)
+    async with running(create_app(FakeEngine(), library, template)) as server:
+        library._probed = -1e9
+        disk.error, disk.call = error, call
+        for path in ("/health", "/health/ready"):
+            answer = await server.http.get(path)
+            assert answer.status_code == 503 and "database_failed" in answer.text
+        said = answer.json()["message"]
+        assert os.strerror(error) in said and "check the disk" in said and "recover" not in said
+        disk.error = errno.ENOSPC  # prompts are still answered
+        assert (await server.http.get("/health/ready")).status_code == 200
+        disk.error, library._probed = None, -1e9
+        assert (await server.http.get("/health/ready")).status_code == 200
+        assert not list(tmp_path.glob("probe*"))
+
+
+async def test_a_server_whose_catalogue_cannot_be_read_is_not_ready(server, monkeypatch):
+    async def ready():
+        server.library._probed = -1e9
+        return await server.http.get("/health/ready")
+
+    assert (await ready()).status_code == 200
+    failed = sqlite3.OperationalError("disk I/O error")
+    failed.sqlite_errorcode = sqlite3.SQLITE_IOERR_READ
+    monkeypatch.setattr(server.library.catalog, "_reader", Mock(side_effect=failed))
+    answer = await ready()
+    assert answer.status_code == 503 and "disk I/O error" in answer.json()["message"]
+    assert "recover" not in answer.text
+
+
+def test_a_marker_that_the_disk_does_not_give_is_no_damaged_library(tmp_path, monkeypatch):
+    with closing(Library.open(tmp_path)):
+        pass
+    monkeypatch.setattr(Path, "read_bytes", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
+    with pytest.raises(DatabaseFailed, match="check the disk"):
+        Library.open(tmp_path)
+
+
+async def test_probes_are_answered_while_requests_hold_all_threads(server, monkeypatch):
+    going, held = threading.Event(), threading.Semaphore(0)
+
+    def hold(*args, **options):
+        held.release()
+        going.wait(30)
+        raise FileNotFound("no file", id="x")
+
+    monkeypatch.setattr(server.library.files, "get", hold)
+    threads = int(to_thread.current_default_thread_limiter().total_tokens)
+    requests = [asyncio.ensure_future(server.http.get("/v1/files/x")) for _ in range(threads + 20)]
+    try:
+        await wait_until(lambda: held._value == threads)
+        for path in ("/health/live", "/health/ready", "/health/ready"):
+            assert (await asyncio.wait_for(server.http.get(path), 10)).status_code == 200
+        assert held._value == threads
+    finally:
+        going.set()
+        await asyncio.gather(*requests)
+
+
+async def test_a_disk_that_does_not_answer_is_told_and_asked_once(server):
+    going, asked = threading.Event(), []
+
+    def hang():
+        asked.append(1)
+        going.wait(30)
+
+    probe = server.app.state.mpic.probe
+    probe._check, probe._patience = hang, 0.05
+    try:
+        answers = await asyncio.gather(*(server.http.get("/health/ready") for _ in range(20)))
+        assert {answer.status_code for answer in answers} == {503} and len(asked) == 1
+        assert "does not answer" in answers[0].json()["message"]
+        assert (await server.http.get("/health/live")).status_code == 200
+    finally:
+        going.set()

@@ -13,7 +13,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ TIMES = (
 """Tables and their columns of times that have passed."""
 
 NAME = "the catalogue"
-ADVICE = "stop the server and run `mpic library recover`"
+ADVICE = "check the disk first; if it is sound, stop the server and run `mpic library recover`"
 
 
 class Catalog:
@@ -102,6 +102,11 @@ class Catalog:
                     self._idle.append(db)
                 else:
                     db.close()
+
+    def probe(self) -> None:
+        """Reads the file anew, past what open connections keep of it in memory. Raises as ``read``."""
+        with translated(NAME, ADVICE), closing(self._reader()) as db:
+            db.execute("SELECT 1 FROM files LIMIT 1").fetchone()
 
     def one(self, sql: str, *values: Any) -> sqlite3.Row | None:
         """Returns the first row of a query, or None."""

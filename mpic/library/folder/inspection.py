@@ -8,6 +8,7 @@ that a library uses is taken. A folder that is clearly a library of a version wi
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from typing import Literal
 
 from mpic.database import PATIENCE, translation
 from mpic.durable import FileSystem, write_durably
-from mpic.errors import DatabaseDamaged, ForeignFolder, IntegrityError, Unavailable
+from mpic.errors import DatabaseDamaged, DatabaseFailed, ForeignFolder, IntegrityError, Unavailable
 from mpic.library.folder.layout import CATALOG, holds_library_files
 
 MARKER = "mpic-library.json"
@@ -69,7 +70,13 @@ class Marker:
         try:
             values = json.loads((root / MARKER).read_bytes())
             marker = cls(str(values["id"]), values["state"], int(values["format"]))
-        except (OSError, ValueError, KeyError, TypeError):
+        except OSError as error:
+            if error.errno == errno.EIO:
+                raise DatabaseFailed(
+                    f"{root / MARKER} cannot be read ({error.strerror}): check the disk"
+                ) from error
+            return None
+        except (ValueError, KeyError, TypeError):
             return None
         if marker.format > FORMAT:
             raise IntegrityError(f"{root / MARKER} has format {marker.format}, this program knows {FORMAT}")

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mpic.durable import FileSystem
-from mpic.errors import LibraryGone, LibraryInUse
+from mpic.durable import FULL, TEMPORARY, FileSystem
+from mpic.errors import DatabaseFailed, LibraryGone, LibraryInUse
 from mpic.library.folder.inspection import (
     MARKER,
     UNFINISHED,
@@ -25,6 +25,8 @@ from mpic.library.folder.inspection import (
     refuse_filled,
 )
 from mpic.library.folder.layout import CATALOG, LOCK
+
+PROBE = f"probe{TEMPORARY}"
 
 
 class FolderLock:
@@ -106,15 +108,47 @@ class FolderLock:
             LibraryGone: the folder, the marker or the catalogue was removed or replaced, or cannot be reached.
         """
         for path, known in self._known.items():
+            what = "folder" if path == self.root else path.name
             try:
                 gone = _identity(path) != known
-            except OSError:
+            except (FileNotFoundError, NotADirectoryError):
                 gone = True
+            except OSError as error:
+                raise LibraryGone(
+                    f"the library's {what} cannot be reached ({error.strerror}): nothing is stored until it can be"
+                ) from error
             if gone:
-                what = "folder" if path == self.root else path.name
                 raise LibraryGone(
                     f"the library's {what} was removed or replaced while the server runs: nothing is stored any more"
                 )
+
+    def probe(self) -> None:
+        """Writes a small file durably, reads it again and removes it, as uploads do.
+
+        Raises:
+            DatabaseFailed: the disk does not do it. A full one is no such failure: prompts are still answered.
+        """
+        disk, path, data = self._filesystem, self.root / PROBE, b"a probe of the disk"
+        try:
+            disk.remove(path)
+            fd = disk.create(path)
+            try:
+                disk.write(fd, memoryview(data))
+                disk.sync(fd)
+            finally:
+                disk.close(fd)
+            fd = disk.open(path)
+            try:
+                disk.read(fd, memoryview(bytearray(len(data))), 0)
+            finally:
+                disk.close(fd)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise DatabaseFailed(
+                    f"the disk of the data folder fails ({error.strerror}): check the disk and how it is mounted"
+                ) from error
+        finally:
+            disk.try_remove(path)
 
     def gone(self) -> bool:
         """Returns whether ``check`` raises."""

@@ -55,7 +55,7 @@ async def live() -> dict[str, bool]:
 
 @router.get("/ready")
 async def ready(state: StateDep) -> JSONResponse:
-    """Succeed while the engine takes requests and the library's folder exists."""
+    """Succeed while the engine takes requests, the library's folder exists, and its disk can be read and written."""
     try:
         await _check(state)
     except MPICError as exc:
@@ -64,6 +64,7 @@ async def ready(state: StateDep) -> JSONResponse:
 
 
 async def _check(state: State) -> None:
-    """Raises the MPICError that keeps the server from working, if there is one."""
+    """Raises the MPICError that keeps the server from working, if there is one. It waits for none of the threads that
+    requests use."""
     state.engine.ready()
-    await run_in_threadpool(state.library.folder.check)
+    await state.probe.run()
