@@ -20,7 +20,7 @@ from fastapi.security import HTTPBearer
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mpic.errors import Forbidden, MPICError, RateLimited, TooManyAtOnce, Unauthorized
+from mpic.errors import Forbidden, MPICError, RateLimited, TooManyAtOnce, Unauthorized, UnsupportedParameter
 from mpic.http import errors
 from mpic.keys import Key, KeyLimits, KeyStore, Role
 
@@ -80,6 +80,36 @@ class KeyRates:
             raise RateLimited(f"this key may send {most} requests a minute", retry_after=wait, limit=most)
 
 
+class UnderWay:
+    """What one request takes of its key's ``concurrent`` until it has ended: one, and one for each further answer.
+
+    Args:
+        counts: answers under way, by key.
+    """
+
+    def __init__(self, counts: Counter[str], key: Key) -> None:
+        self._counts, self._key, self._taken = counts, key, 0
+
+    def take(self, answers: int) -> None:
+        """Counts answers. Raises TooManyAtOnce when the key would have more under way than it may."""
+        most, prefix = self._key.limits.concurrent, self._key.prefix
+        if most is not None and self._counts[prefix] + answers > most:
+            if self._taken + answers > most:
+                raise UnsupportedParameter(
+                    f"n is {self._taken + answers}, and this key may have {most} answers under way", param="n"
+                )
+            raise TooManyAtOnce(
+                f"{self._counts[prefix]} requests of this key are running, of {most} that it may have", limit=most
+            )
+        self._counts[prefix] += answers
+        self._taken += answers
+
+    def end(self) -> None:
+        self._counts[self._key.prefix] -= self._taken
+        self._counts += Counter()  # drops zeros
+        self._taken = 0
+
+
 class Authenticate:
     """ASGI middleware that puts the ``User`` into ``scope["state"]["user"]``, or refuses the request.
 
@@ -100,19 +130,16 @@ class Authenticate:
             return await self.app(scope, receive, send)
         try:
             key = self._key(scope)
-            if key is not None:
-                self._admit(key)
+            taken = None if key is None else self._admit(key)
         except MPICError as error:
             return await errors.response(error)(scope, receive, send)
-        if key is None:
+        if key is None or taken is None:
             return await self.app(scope, receive, send)
-        scope.setdefault("state", {})["user"] = User(key.user, key.role, key.limits)
-        self._under_way[key.prefix] += 1
+        scope.setdefault("state", {}).update(user=User(key.user, key.role, key.limits), under_way=taken)
         try:
             await self.app(scope, receive, send)
         finally:
-            self._under_way[key.prefix] -= 1
-            self._under_way += Counter()  # drops zeros
+            taken.end()
 
     def _key(self, scope: Scope) -> Key | None:
         """Returns the key of a request; None if it needs none."""
@@ -133,15 +160,24 @@ class Authenticate:
             raise Unauthorized("the API key is not known here, or was revoked")
         return key
 
-    def _admit(self, key: Key) -> None:
-        """Raises TooManyAtOnce or RateLimited when the key has used up its limits."""
-        limits = key.limits
-        if limits.concurrent is not None and self._under_way[key.prefix] >= limits.concurrent:
-            raise TooManyAtOnce(
-                f"{limits.concurrent} requests of this key are running, which is its limit",
-                limit=limits.concurrent,
-            )
-        self.rates.count(key)
+    def _admit(self, key: Key) -> UnderWay:
+        """Counts a request. Raises TooManyAtOnce or RateLimited when the key has used up its limits."""
+        taken = UnderWay(self._under_way, key)
+        taken.take(1)
+        try:
+            self.rates.count(key)
+        except RateLimited:
+            taken.end()
+            raise
+        return taken
+
+
+def take_answers(request: Request, n: int) -> None:
+    """Counts a request for ``n`` answers as ``n`` under way. Raises TooManyAtOnce when its key may not have so many at
+    the moment, and UnsupportedParameter when it never may."""
+    taken: UnderWay | None = getattr(request.state, "under_way", None)
+    if taken is not None and n > 1:
+        taken.take(n - 1)
 
 
 _scheme = HTTPBearer(auto_error=False, description="only when the server has keys; see `mpic keys --help`")
