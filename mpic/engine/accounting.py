@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from mpic.engine.base import GenerationUsage
 from mpic.errors import ContextLengthExceeded, QueueFull
@@ -16,30 +16,43 @@ class Arrivals:
     """Limits how many requests wait. A request enters before any of its preparation starts, so that a flood costs
     nothing, and leaves when the engine has seen it or has refused it. Thread-safe.
 
-    Args:
-        waiting: returns how many of the requests that the engine has seen wait for their turn.
-        limit: returns how many requests may wait now; None for any number.
+    When as many wait as may, a user still has his share of the limit, an equal one for each user who has any waiting:
+    one user's flood has no other refused. With ``u`` users, at most ``1 + 1/2 + ... + 1/u`` times the limit wait.
 
-    Attributes:
-        count: requests that have entered and not left.
+    Args:
+        waiting: returns how many of the requests that the engine has seen wait for their turn, by user.
+        limit: returns how many requests may wait now; None for any number.
     """
 
-    def __init__(self, waiting: Callable[[], int], limit: Callable[[], int | None]) -> None:
+    def __init__(self, waiting: Callable[[], Mapping[str, int]], limit: Callable[[], int | None]) -> None:
         self._waiting, self._limit = waiting, limit
         self._lock = threading.Lock()
-        self.count = 0
+        self._entered: Counter[str] = Counter()
 
-    def enter(self) -> None:
-        """Registers an arriving request. Raises QueueFull when the maximum number of requests is waiting already."""
-        with self._lock:
-            waiting, limit = self.count + self._waiting(), self._limit()
-            if limit is not None and waiting >= limit:
-                raise QueueFull("as many requests wait for their turn as may; try again")
-            self.count += 1
+    @property
+    def count(self) -> int:
+        """Requests that have entered and not left."""
+        return self._entered.total()
 
-    def leave(self) -> None:
+    def enter(self, user: str) -> None:
+        """Registers an arriving request. Raises QueueFull when the maximum number of requests is waiting already, and
+        the user has his share of it."""
         with self._lock:
-            self.count -= 1
+            limit = self._limit()
+            if limit is not None:
+                waiting = self._entered + Counter(self._waiting())
+                users = len(waiting.keys() | {user})
+                if waiting.total() >= limit and waiting[user] >= min(limit, max(1, limit // users)):
+                    raise QueueFull(
+                        f"{waiting[user]} of your requests are waiting for their turn, and no more may",
+                        waiting=waiting[user],
+                    )
+            self._entered[user] += 1
+
+    def leave(self, user: str) -> None:
+        with self._lock:
+            self._entered[user] -= 1
+            self._entered += Counter()  # drops zeros
 
 
 def segment_shapes(

@@ -39,6 +39,11 @@ class Resident:
         return self.key.recipe.slots(len(self.inputs))
 
     @property
+    def is_there(self) -> bool:
+        """True if rows may attend to it: it is ready, or its last layer has been read."""
+        return self.ready or (self.progress is not None and self.progress.complete)
+
+    @property
     def is_pressed(self) -> bool:
         """True where a press leaves fewer slots than the chunk has tokens."""
         return self.slots < len(self.inputs)

@@ -20,7 +20,7 @@ from fastapi.security import HTTPBearer
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mpic.errors import Forbidden, MPICError, RateLimited, TooManyAtOnce, Unauthorized
+from mpic.errors import Forbidden, MPICError, RateLimited, TooManyAtOnce, Unauthorized, UnsupportedParameter
 from mpic.http import errors
 from mpic.http.sse import event
 from mpic.keys import Key, KeyLimits, KeyNotFound, KeyStore, Role
@@ -121,6 +121,37 @@ class _Running:
             await self._send({"type": "http.response.body", "body": event(error.body())})
 
 
+class UnderWay:
+    """What one request takes of its key's ``concurrent`` until it has ended: one, and one for each further answer.
+
+    Args:
+        counts: answers under way, by key.
+    """
+
+    def __init__(self, counts: Counter[str], key: Key) -> None:
+        self._counts, self._key, self._taken = counts, key, 0
+
+    def take(self, answers: int) -> None:
+        """Counts answers. Raises TooManyAtOnce when the key would have more under way than it may."""
+        most, prefix = self._key.limits.concurrent, self._key.prefix
+        if most is not None and self._counts[prefix] + answers > most:
+            if self._taken + answers > most:
+                raise UnsupportedParameter(
+                    f"n is {self._taken + answers}, and this key may have {most} answers under way", param="n"
+                )
+            raise TooManyAtOnce(
+                f"{self._counts[prefix]} requests of this key are running, of {most} that it may have",
+                limit=most,
+            )
+        self._counts[prefix] += answers
+        self._taken += answers
+
+    def end(self) -> None:
+        self._counts[self._key.prefix] -= self._taken
+        self._counts += Counter()  # drops zeros
+        self._taken = 0
+
+
 class Authenticate:
     """ASGI middleware that puts the ``User`` into ``scope["state"]["user"]``, or refuses the request.
 
@@ -134,7 +165,8 @@ class Authenticate:
         self.keys = keys
         self.rates = rates
         self.always = always
-        self._under_way: dict[str, set[_Running]] = {}  # by the prefixes of keys
+        self._counts: Counter[str] = Counter()  # answers under way, by the prefixes of keys
+        self._running: dict[str, set[_Running]] = {}  # by the prefixes of keys
         self._watching: asyncio.TimerHandle | None = None
         self._version: tuple[object, ...] | None = None
 
@@ -143,24 +175,24 @@ class Authenticate:
             return await self.app(scope, receive, send)
         try:
             key = self._key(scope)
-            if key is not None:
-                self._admit(key)
+            taken = None if key is None else self._admit(key)
         except MPICError as error:
             return await errors.response(error)(scope, receive, send)
-        if key is None:
+        if key is None or taken is None:
             return await self.app(scope, receive, send)
-        scope.setdefault("state", {})["user"] = User(key.user, key.role, key.limits)
+        scope.setdefault("state", {}).update(user=User(key.user, key.role, key.limits), under_way=taken)
         running = _Running(key, receive, send)
-        others = self._under_way.setdefault(key.prefix, set())
+        others = self._running.setdefault(key.prefix, set())
         others.add(running)
         if self._watching is None:
             self._watch()
         try:
             await self.app(scope, running.receive, running.send)
         finally:
+            taken.end()
             others.remove(running)
             if not others:
-                del self._under_way[key.prefix]
+                del self._running[key.prefix]
         if running.revoked.done():
             await running.end(scope)
 
@@ -168,20 +200,20 @@ class Authenticate:
         """Ends the requests of keys that were revoked. Other processes revoke, so the file is asked, while requests are
         under way: for one counter, and for keys only when that has changed."""
         self._watching = None
-        if not self._under_way:
+        if not self._running:
             return
         self._watching = asyncio.get_running_loop().call_later(WATCH_SECONDS, self._watch)
         try:
             before, self._version = self._version, self.keys.version()
             if self._version == before:
                 return
-            for prefix, requests in self._under_way.items():
+            for prefix, requests in self._running.items():
                 if not self._is_valid(prefix):
                     for one in requests:
                         one.revoked.done() or one.revoked.set_result(None)
         except (
             MPICError
-        ):  # it cannot be read now: new requests are refused, those under way are asked about again
+        ):  # it cannot be read now: new requests are refused, and those under way asked about again
             self._version = None
 
     def _is_valid(self, prefix: str) -> bool:
@@ -209,16 +241,24 @@ class Authenticate:
             raise Unauthorized("the API key is not known here, or was revoked")
         return key
 
-    def _admit(self, key: Key) -> None:
-        """Raises TooManyAtOnce or RateLimited when the key has used up its limits."""
-        limits = key.limits
-        under_way = len(self._under_way.get(key.prefix, ()))
-        if limits.concurrent is not None and under_way >= limits.concurrent:
-            raise TooManyAtOnce(
-                f"{limits.concurrent} requests of this key are running, which is its limit",
-                limit=limits.concurrent,
-            )
-        self.rates.count(key)
+    def _admit(self, key: Key) -> UnderWay:
+        """Counts a request. Raises TooManyAtOnce or RateLimited when the key has used up its limits."""
+        taken = UnderWay(self._counts, key)
+        taken.take(1)
+        try:
+            self.rates.count(key)
+        except RateLimited:
+            taken.end()
+            raise
+        return taken
+
+
+def take_answers(request: Request, n: int) -> None:
+    """Counts a request for ``n`` answers as ``n`` under way. Raises TooManyAtOnce when its key may not have so many at
+    the moment, and UnsupportedParameter when it never may."""
+    taken: UnderWay | None = getattr(request.state, "under_way", None)
+    if taken is not None and n > 1:
+        taken.take(n - 1)
 
 
 _scheme = HTTPBearer(auto_error=False, description="only when the server has keys; see `mpic keys --help`")

@@ -155,6 +155,22 @@ async def test_concurrent_requests_include_streams_until_their_last_byte(server)
     assert (await server.ask(stream=True)).status_code == 200
 
 
+async def test_a_request_for_several_answers_counts_each_of_them(server):
+    server.engine.pause, server.engine.answer = 0.02, " ".join(["word"] * 1000)
+    server.http.headers.update(server.key(concurrent=5))
+    several = {"stream": True, "temperature": 1.0}
+    running = asyncio.ensure_future(server.ask(n=4, **several))
+    await wait_until(lambda: len(server.engine.requests) == 4)
+    assert refusal(await server.ask(n=2, **several)) == (429, "too_many_concurrent")
+    never = await server.ask(n=6, **several)
+    assert refusal(never) == (400, "unsupported_parameter") and never.json()["error"]["param"] == "n"
+    one_more = asyncio.ensure_future(server.ask(stream=True))
+    await wait_until(lambda: len(server.engine.requests) == 5)
+    server.engine.pause = 0.0
+    assert [answer.status_code for answer in await asyncio.gather(running, one_more)] == [200, 200]
+    assert (await server.ask(n=5, **several)).status_code == 200
+
+
 async def test_a_quota_of_files_holds_for_concurrent_uploads(server):
     server.http.headers.update(server.key(files=3))
     answers = await asyncio.gather(*(server.upload(f"text {i}".encode(), f"{i}.txt") for i in range(8)))

@@ -1,5 +1,8 @@
 """Two users of one server: neither sees, lists, links, times or evicts what the other has."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import httpx
 import pytest
 from server_helpers import data_url, png, refusal
@@ -149,3 +152,26 @@ def test_deleting_equal_content_leaves_the_other_users_copy(two, hers):
     assert ben.http.delete(f"/v1/files/{his['id']}").status_code == 200
     [chunk] = ann.usage("FILE#WORDS what?")["chunks"]
     assert chunk["tier"] in ("device", "host", "disk")
+
+
+def test_a_users_flood_of_several_answers_each_refuses_the_user_and_nobody_else(two):
+    ann, ben = two
+    flood = {"n": 4, "temperature": 1.0, "max_tokens": 300}
+    full, ended = threading.Event(), threading.Event()
+
+    def ask_without_end():
+        while not ended.is_set():
+            answer = ann.ask("again", "full", **flood)
+            if answer.status_code == 429:
+                assert refusal(answer) == (429, "queue_full")
+                full.set()
+
+    with ThreadPoolExecutor(6) as threads:
+        asking = [threads.submit(ask_without_end) for _ in range(6)]
+        try:
+            assert full.wait(60)
+            assert [ben.ask(f"question {i}", "full").status_code for i in range(8)] == [200] * 8
+        finally:
+            ended.set()
+        for one in asking:
+            one.result()

@@ -425,7 +425,8 @@ def test_impossible_requests_are_refused_at_once_and_by_name(bench):
 
 def test_a_flood_is_refused_and_the_others_are_answered(bench, monkeypatch):
     config = bench.engine._config
-    monkeypatch.setattr(bench.engine, "_config", config.__class__(max_running=2, max_waiting=1))
+    monkeypatch.setattr(bench.engine, "_config", config.__class__(max_waiting=1))
+    monkeypatch.setattr(bench.engine._gate, "places", 2)
     streams = [bench.submit(of(bench, "Go"), "full", tokens=200, ignore_eos=True) for _ in range(3)]
     with pytest.raises(QueueFull):
         bench.ask(of(bench, "Go"), "full")

@@ -75,6 +75,10 @@ class CompileJob(Rows):
     began: float = 0.0
 
     @property
+    def user(self) -> str:
+        return self.resident.key.owner
+
+    @property
     def blocks(self) -> Sequence[tuple[int, int]]:
         return () if self.block is None else (self.block,)
 
@@ -105,6 +109,10 @@ class CompileRequest:
     inputs: ChunkInputs
     future: Future[int]
     arrived: float
+
+    @property
+    def user(self) -> str:
+        return self.key.owner
 
 
 class BatchSlice(NamedTuple):

@@ -119,14 +119,42 @@ class DeviceMemory:
             undo.pop_all()
         return True, extent
 
-    def _can_hold(self, missing: Sequence[LinkedChunk], tokens: int) -> bool:
+    def _can_hold(self, missing: Sequence[LinkedChunk | CompileRequest], tokens: int, freed: int = 0) -> bool:
         """Returns whether an extent and missing chunks take no more pages than are free and can be freed: what waits
         all the same must not evict anything first."""
-        extents = {linked.key: len(linked.inputs) + linked.key.recipe.sink for linked in missing}
-        sizes = [*extents.values(), *([tokens] if tokens else [])]
-        pages = sum(map(self.pool.pages_for, sizes))
-        free = self.pool.free_pages
+        pages, free = self.pages_for(missing, tokens), self.pool.free_pages + freed
         return pages <= free or pages <= free + self.device.evictable_pages()
+
+    def pages_for(self, chunks: Sequence[LinkedChunk | CompileRequest], tokens: int) -> int:
+        """Returns the pages of chunks, each counted once, and of an extent of so many tokens (0: none)."""
+        extents = {linked.key: len(linked.inputs) + linked.key.recipe.sink for linked in chunks}
+        return sum(map(self.pool.pages_for, [*extents.values(), *([tokens] if tokens else [])]))
+
+    def would_fit(
+        self, chunks: Sequence[LinkedChunk | CompileRequest], tokens: int, without: Sequence[Request]
+    ) -> bool:
+        """Returns whether chunks and an extent would fit if some running requests gave back what they hold."""
+        residents = [linked.resident for request in without for linked in request.prompt.needed]
+        held = [resident for resident in residents if resident is not None]
+        nodes = [node for request in without for node in request.path]
+        found = {linked.key: self.device.get(linked.key) for linked in chunks}
+        pinned = [resident for resident in found.values() if resident is not None]
+        extents = {request.extent for request in without}
+        for holder, change in ((held, -1), (pinned, 1)):
+            for resident in holder:
+                resident.refs += change
+        for node in nodes:
+            node.pins -= 1
+        try:
+            extents |= {resident.extent for resident in held if resident.dead and not resident.refs}
+            missing = [linked for linked in chunks if found[linked.key] is None]
+            return self._can_hold(missing, tokens, sum(extent.pages for extent in extents))
+        finally:
+            for holder, change in ((held, 1), (pinned, -1)):
+                for resident in holder:
+                    resident.refs += change
+            for node in nodes:
+                node.pins += 1
 
     def _attach(
         self, chunks: Sequence[LinkedChunk], added: dict[LinkedChunk, Resident], arrived: float

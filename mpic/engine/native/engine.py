@@ -122,7 +122,7 @@ class NativeEngine(Engine):
         self.builder = RequestBuilder(model, store, self.linker, self.pool)
         self.outputs = Outputs(self.scheduler, self.builder, self.tombstones, self._post, model.eos_ids)
         self._check_when_idle, self._max_waiting = check_when_idle, max_waiting
-        self.arrivals = Arrivals(self._waiting, self._may_wait)
+        self.arrivals = Arrivals(self.scheduler.turns.waiting, self._may_wait)
         self._counters: Counter[str] = Counter()
         self._more_to_do = True  # a step might find more to do than the last one
         self._broken = ""  # how the device has failed for good
@@ -133,10 +133,10 @@ class NativeEngine(Engine):
     # ---- called from any thread
 
     def submit(self, request: GenerationRequest) -> DeltaStream:
-        """See ``Engine.submit``; raises QueueFull when ``max_waiting`` requests wait already."""
+        """See ``Engine.submit``; raises QueueFull when ``max_waiting`` requests wait already (``Arrivals``)."""
         with ExitStack() as undo:
-            self.arrivals.enter()
-            undo.callback(self.arrivals.leave)
+            self.arrivals.enter(request.user)
+            undo.callback(self.arrivals.leave, request.user)
             arrived = self.tombstones.begin_existing(request.exists)
             undo.callback(self.tombstones.end, arrived)
             stream = DeltaStream(request.id)
@@ -145,9 +145,6 @@ class NativeEngine(Engine):
             self._post(lambda: self._arrive(queued))
             undo.pop_all()
         return stream
-
-    def _waiting(self) -> int:
-        return len(self.outputs.unfinished) - len(self.scheduler.running)
 
     def _may_wait(self) -> int | None:
         """Returns how many requests may wait. Unless the queue waits for memory or for a running request to end, the
@@ -296,11 +293,11 @@ class NativeEngine(Engine):
 
     def _arrive(self, request: Request) -> None:
         self.outputs.unfinished.add(request)
-        self.arrivals.leave()
         if self._inbox.closed:
             self.outputs.fail(request, EngineStopped("the engine was stopped"))
         else:
             self.scheduler.add(request)
+        self.arrivals.leave(request.user)
 
     def _prefetch(self, linked: LinkedChunk | None, arrived: float) -> None:
         try:
@@ -416,8 +413,8 @@ class NativeEngine(Engine):
         failure = as_failure(error)
         scheduler = self.scheduler
         self.ahead.forget()
-        if not scheduler.running and not scheduler.jobs and scheduler.waiting:
-            self._refuse(scheduler.waiting[0], failure)  # it could not even be admitted
+        if not scheduler.running and not scheduler.jobs and scheduler.tried is not None:
+            self._refuse(scheduler.tried, failure)  # it could not even be admitted
         for request in list(scheduler.running):
             self.outputs.fail(request, failure)
         self.memory.fail_compiles(self._failure_of_compiles(failure))
@@ -431,19 +428,26 @@ class NativeEngine(Engine):
         return failure if isinstance(failure, Unavailable) else CompileFailed(str(failure))
 
     def _refuse_stuck(self) -> None:
-        """Refuses the head of the queue if nothing runs, nothing loads, and it still does not fit: it never will."""
+        """Refuses what was tried last if nothing runs, nothing loads, and it still does not fit: it never will."""
         scheduler = self.scheduler
-        if scheduler.running or scheduler.jobs or self.transfers.busy or self._inbox or not scheduler.waiting:
+        if (
+            scheduler.running
+            or scheduler.jobs
+            or self.transfers.busy
+            or self._inbox
+            or scheduler.tried is None
+        ):
             return
         available = self.pool.free_pages + self.device.evictable_pages()
-        self._refuse(scheduler.waiting[0], self.builder.too_large(scheduler.waiting[0], available))
+        self._refuse(scheduler.tried, self.builder.too_large(scheduler.tried, available))
 
     def _refuse(self, item: Request | CompileRequest, error: MPICError) -> None:
         """Removes a request or an upload from the queue and fails it."""
+        self.scheduler.tried = None
         if isinstance(item, Request):
             self.outputs.fail(item, error)
         else:
-            self.scheduler.waiting.remove(item)
+            self.scheduler.withdraw(item)
             item.future.set_exception(error)
         self._more_to_do = True
 

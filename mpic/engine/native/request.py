@@ -188,7 +188,8 @@ class Times:
 class Request(Rows):
     """A request. Its rows are the own tokens of its prompt, the tokens it has generated, and those that retrieval has
     inserted between them (``extend.py``). ``items`` identify the rows in the prefix cache; ``path`` are the prefix
-    nodes that it maps. ``outgrew``: it needed a larger extent and did not get one although nothing else ran."""
+    nodes that it maps. ``outgrew``: it needed a larger extent and did not get one although nothing else ran.
+    ``charged``: rows that its user's share counts already (``turns.py``)."""
 
     spec: GenerationRequest = None
     prompt: LinkedPrompt = None
@@ -200,6 +201,7 @@ class Request(Rows):
     max_tokens: int = 0
     path: list[Node] = field(default_factory=list)
     outgrew: bool = False
+    charged: int = 0
     status: Status = Status.WAITING
     times: Times = field(default_factory=Times)
     usage: GenerationUsage = field(default_factory=GenerationUsage)
@@ -213,6 +215,10 @@ class Request(Rows):
         if status not in _NEXT[self.status]:
             raise IntegrityError(f"a request cannot go from {self.status.name} to {status.name}")
         self.status = status
+
+    @property
+    def user(self) -> str:
+        return self.spec.user
 
     @property
     def generated(self) -> int:

@@ -1,9 +1,10 @@
 """The scheduler: continuous batching of decodes, prefills and compile jobs under one token budget.
 
 Admission follows MEPIC, algorithm 1: a request enters when its own pages and those of its missing chunks fit into free
-and evictable pages; chunks that it shares with others cost nothing. Requests are admitted in order of arrival, and none
-overtakes another. When a running request needs a page and there is none, the youngest one is preempted: it gives its
-pages back and is computed again later. Nothing that it has generated is lost.
+and evictable pages; chunks that it shares with others cost nothing. A user's requests are admitted in order of arrival,
+and users take turns (``turns.py``). When a running request needs a page and there is none, or a user's turn has come and
+there is no room, the youngest one of the user who holds most is preempted: it gives its pages back and is computed again
+later. Nothing that it has generated is lost.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from mpic.engine.native.device_memory import DeviceMemory
 from mpic.engine.native.pace import StepPace
 from mpic.engine.native.request import LinkedChunk, Request, Status
 from mpic.engine.native.transfers import LoadEnded
+from mpic.engine.native.turns import TRIED, Turns
 from mpic.kv.barrier import LoadProgress
 from mpic.kv.device import Resident
 from mpic.kv.prefix import Node
@@ -43,14 +45,23 @@ class Scheduler:
         self.device, self.jobs = memory.device, memory.jobs
         self.counters: Counter[str] = Counter()
         self.pace = StepPace()
+        self.turns = Turns(max_running, memory.pool.pages)
         self.waiting: list[Request | CompileRequest] = []  # the queue, by arrival
-        self.blocked = False  # the head of the queue has been tried and did not fit
+        self.tried: Request | CompileRequest | None = None  # what could not be admitted last
+        self.blocked = False  # something that waits has been tried and did not fit
         self.running: list[Request] = []  # admitted, by arrival
         self.preempted: list[Request] = []  # while they search; they are in no queue
+        self._slices: list[BatchSlice] = []  # of the step that is being scheduled
 
     def add(self, item: Request | CompileRequest) -> None:
         """Adds a request or an upload to the queue."""
         insort(self.waiting, item, key=lambda i: i.arrived)
+        self.turns.queue(item)
+
+    def withdraw(self, item: Request | CompileRequest) -> None:
+        """Removes a request or an upload from the queue."""
+        self.waiting.remove(item)
+        self.turns.leave_queue(item)
 
     @property
     def idle(self) -> bool:
@@ -59,21 +70,28 @@ class Scheduler:
     def schedule(self) -> list[BatchSlice]:
         """Returns the slices of the next step, at most ``budget`` rows, and fewer while answers stream. There are none
         when everything waits."""
-        slices: list[BatchSlice] = []
+        self._slices = []
+        try:
+            return self._schedule(self._slices)
+        finally:
+            self._slices = []  # a request that is preempted later has no part in it
+
+    def _schedule(self, slices: list[BatchSlice]) -> list[BatchSlice]:
+        self.tried = None
         budget = self._decodes(slices, self.budget)
         if len(slices) == len(self.running) and not (self.waiting or self.jobs):
             self.blocked = False  # all decode, as in most steps
             return slices
         if slices:
             budget = self.pace.limit(budget)
-        budget = self._prefills(slices, budget)
-        while budget > 0 and self.waiting:
-            self.blocked = not self._admit(self.waiting[0])
-            if self.blocked:
-                break
-            budget = self._prefills(slices, budget)
+        wanted = self._wanted(slices)
+        if budget > 0:
+            self.blocked = self._admissions(wanted, budget)
         self.blocked = self.blocked and bool(self.waiting)
-        self._follow_loads(slices, budget)
+        rest = budget
+        for user, rows in self.turns.level(wanted, budget).items() if wanted else ():
+            rest -= self._prefills(slices, min(rows, rest), user)
+        self._follow_loads(slices, rest)
         return slices
 
     # ---- rows
@@ -91,13 +109,45 @@ class Scheduler:
                 budget -= 1
         return budget
 
-    def _prefills(self, slices: list[BatchSlice], budget: int) -> int:
-        """Schedules in order of arrival: a request's chunks that are still to be compiled, then its own rows, as soon
-        as all its chunks are ready or will be within this very step. Other chunks get the rest of the budget."""
+    def _wanted(self, slices: list[BatchSlice]) -> dict[str, int]:
+        """Returns how many rows of prompts and uploads a step could compute for each user."""
+        wanted: dict[str, int] = {}
+        if len(slices) == len(self.running) and not self.jobs:
+            return wanted
+        taken, jobs = {id(s.rows) for s in slices}, set(self.jobs)
+        for request in self.running:
+            if id(request) not in taken:
+                self._want(wanted, request, jobs)
+        for resident in jobs:
+            job = self.jobs[resident]
+            _add(wanted, job.user, len(job) - job.computed)
+        return wanted
+
+    def _want(self, wanted: dict[str, int], request: Request, jobs: set[Resident]) -> None:
+        """Adds the rows that a step could compute for a request.
+
+        Args:
+            jobs: chunks that are being compiled and have not been counted yet; those of the request are removed.
+        """
+        rows, computable = 0, request.status is Status.RUNNING
+        for resident in {linked.resident for linked in request.prompt.needed}:
+            if resident in self.jobs:
+                if resident in jobs:
+                    jobs.remove(resident)
+                    rows += len(self.jobs[resident]) - self.jobs[resident].computed
+            elif not resident.is_there:
+                computable = False
+        _add(wanted, request.user, rows + (_end(request) - request.computed if computable else 0))
+
+    def _prefills(self, slices: list[BatchSlice], budget: int, user: str) -> int:
+        """Schedules a user's rows in order of arrival: a request's chunks that are still to be compiled, then its own
+        rows, as soon as all its chunks are ready or will be within this very step. Other chunks get the rest of the
+        budget. Returns how many rows it has taken."""
         taken = {id(s.rows) for s in slices}
         finishing = _finishing(slices)
+        given = budget
 
-        def schedule(rows: Rows, end: int) -> None:
+        def schedule(rows: Request | CompileJob, end: int) -> None:
             nonlocal budget
             hi = rows.cut(min(end, rows.computed + max(budget, 0)))
             if id(rows) in taken or hi == rows.computed:
@@ -106,8 +156,11 @@ class Scheduler:
             taken.add(id(rows))
             budget -= hi - rows.computed
             finishing.update(_finishing(slices[-1:]))
+            self.turns.computed(user, rows, hi)
 
         for request in self.running:
+            if request.user != user:
+                continue
             for linked in request.prompt.needed if self.jobs else ():
                 if linked.resident in self.jobs:
                     schedule(self.jobs[linked.resident], len(self.jobs[linked.resident]))
@@ -116,8 +169,9 @@ class Scheduler:
             if request.status is Status.RUNNING and self._chunks_ready(request, finishing):
                 schedule(request, _end(request))
         for job in self.jobs.values():
-            schedule(job, len(job))
-        return budget
+            if job.user == user:
+                schedule(job, len(job))
+        return given - budget
 
     def _follow_loads(self, slices: list[BatchSlice], budget: int) -> None:
         """Adds links whose loads are under way: they run beside them, layer by layer (MPIC, section 4.3).
@@ -159,22 +213,76 @@ class Scheduler:
     def _chunks_ready(request: Request, finishing: AbstractSet[Resident] = frozenset()) -> bool:
         """Returns whether all chunks are ready, or will be before this step's rows attend to them."""
         for linked in request.prompt.needed:
-            r = linked.resident
-            if not (r.ready or r in finishing or (r.progress is not None and r.progress.complete)):
+            if not (linked.resident.is_there or linked.resident in finishing):
                 return False
         return True
 
     # ---- admission
 
-    def _admit(self, item: Request | CompileRequest) -> bool:
-        """Admits the head of the queue, if it fits."""
-        if isinstance(item, CompileRequest):
-            admitted = self.memory.admit(item)
+    def _admissions(self, wanted: dict[str, int], budget: int) -> bool:
+        """Admits what waits, in turn, as long as there are rows in the step for it. An item that does not fit is
+        overtaken by those of other users alone, and by nobody while what has been preempted for it comes free. Returns
+        whether there was such an item.
+
+        Args:
+            wanted: what ``_wanted`` has returned; rows of what is admitted are added.
+        """
+        blocked = False
+        over: set[str] = set()  # users whose turn is over
+        while len(over) < TRIED and (item := self.turns.next(over)) is not None:
+            if wanted.get(item.user, 0) >= budget:
+                over.add(item.user)
+            elif not self._admit(item, wanted):
+                blocked = True
+                room = self._room_for(item)
+                if room is None:
+                    over.add(item.user)
+                    continue
+                for request in room:
+                    self.preempt(request)
+                if not (room and self._admit(item, wanted)):
+                    break
+        return blocked
+
+    def _admit(self, item: Request | CompileRequest, wanted: dict[str, int]) -> bool:
+        """Admits something from the queue, if it fits."""
+        self.tried = item
+        if isinstance(item, Request):
+            if len(self.running) >= self.max_running or not self._admit_request(item):
+                return False
+            self._want(wanted, item, set(self.jobs))
         else:
-            admitted = len(self.running) < self.max_running and self._admit_request(item)
-        if admitted:
-            self.waiting.remove(item)
-        return admitted
+            if not self.memory.admit(item):
+                return False
+            self.withdraw(item)
+            job = self.jobs.get(self.device.get(item.key))
+            _add(wanted, item.user, len(job) - job.computed if job else 0)
+        self.tried = None
+        return True
+
+    def _room_for(self, item: Request | CompileRequest) -> list[Request] | None:
+        """Returns the requests of other users that have to be preempted for an item to fit; None if that is not its
+        user's right or not enough."""
+        if isinstance(item, Request):
+            chunks, tokens = item.prompt.needed, len(item) + self._reserved(item)
+        else:
+            chunks, tokens = [item], 0
+        chosen: list[Request] = []
+
+        def fits(n: int) -> bool:
+            places = isinstance(item, CompileRequest) or len(self.running) - n < self.max_running
+            return places and self.memory.would_fit(chunks, tokens, chosen[:n])
+
+        for request in self.turns.room_for(item, self.memory.pages_for(chunks, tokens)):
+            chosen.append(request)
+            if len(chosen).bit_count() == 1 and fits(
+                len(chosen)
+            ):  # looked at seldom: it goes through the caches
+                break
+        else:
+            if not (chosen or self.turns.others_wait(item.user)) or not fits(len(chosen)):
+                return None
+        return chosen[: next(n for n in range(len(chosen) + 1) if fits(n))]
 
     def _admit_request(self, request: Request) -> bool:
         path = []
@@ -189,12 +297,7 @@ class Scheduler:
     def _reserve(self, request: Request, path: list[Node]) -> bool:
         """Reserves pages, pins chunks and maps prefixes: all or nothing."""
         mapped = sum(node.own_tokens for node in path)
-        # A request that was preempted should not soon be again, and need not keep others out: it comes back when more
-        # is free than it had. Nobody preempts the oldest request but itself, when nothing else runs and the pool cannot
-        # hold it twice for a move. It then gets all that is left and moves no more, so it ends, and so does the next.
-        reserve = request.left
-        if not request.outgrew:
-            reserve = min(reserve, GROWTH << 2 * request.usage.preemptions)
+        reserve = self._reserved(request)
         request.path = path
         try:
             fits, request.extent = self.memory.reserve(
@@ -213,8 +316,20 @@ class Scheduler:
         if not request.times.admitted:
             request.times.admitted = time.monotonic()
             request.usage.prefix_hit = min(mapped, request.own_prompt)
+        self.withdraw(request)
         insort(self.running, request, key=lambda r: r.arrived)
+        self.turns.run(request)
         return True
+
+    @staticmethod
+    def _reserved(request: Request) -> int:
+        """Returns how many tokens are reserved for what a request may still generate."""
+        # A request that was preempted should not soon be again, and need not keep others out: it comes back when more
+        # is free than it had. One that runs alone preempts itself when the pool cannot hold it twice for a move. It
+        # then gets all that is left and moves no more, so it ends, and so does the next.
+        if request.outgrew:
+            return request.left
+        return min(request.left, GROWTH << 2 * request.usage.preemptions)
 
     def undecided(self) -> list[Request]:
         """Returns the requests that wait for their dynamic policy's decision and whose chunks are ready for it."""
@@ -242,12 +357,12 @@ class Scheduler:
     # ---- growth, preemption, removal
 
     def _grow(self, request: Request, found: Sequence[LinkedChunk] = ()) -> bool:
-        """Reserves memory for additional tokens and chunks of an admitted request. Younger requests may be preempted
-        for it, and in the end this request itself; then the method returns False."""
+        """Reserves memory for additional tokens and chunks of an admitted request. The youngest requests of whoever
+        holds most are preempted for it, which may be this request itself; then the method returns False."""
         while not self._fit(request, found):
-            youngest = self.running[-1]
-            self.preempt(youngest)
-            if youngest is request:
+            last = self.turns.most()
+            self.preempt(last)
+            if last is request:
                 request.outgrew = not self.running
                 return False
         return True
@@ -259,6 +374,7 @@ class Scheduler:
         elif not found:
             return True
         fits, bigger = self.memory.reserve(found, tokens, request.arrived)
+        self.turns.moved(request)
         if bigger is not None:
             self.memory.move(request, bigger)
         return fits
@@ -282,7 +398,8 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Frees a request's memory. The request keeps its generated tokens and queues again, at once or when its search
         ends."""
-        self.running.remove(request)
+        self._slices[:] = [part for part in self._slices if part.rows is not request]
+        self._stop(request)
         self.memory.release(request)
         request.usage.preemptions += 1
         self.counters["preemptions"] += 1
@@ -295,12 +412,25 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Removes a request for good, whatever its status, and frees its memory."""
-        for queue in (self.waiting, self.running, self.preempted):
-            if request in queue:
-                queue.remove(request)
         if request.status.admitted:
+            self._stop(request)
             self.memory.release(request)
+        elif request.status is Status.PREEMPTED:
+            self.preempted.remove(request)
+        elif request in self.waiting:
+            self.withdraw(request)
         request.become(Status.FINISHED)
+        if self.idle:
+            self.turns.forget()
+
+    def _stop(self, request: Request) -> None:
+        self.running.remove(request)
+        self.turns.stop(request)
+
+
+def _add(counts: dict[str, int], user: str, n: int) -> None:
+    if n:
+        counts[user] = counts.get(user, 0) + n
 
 
 def _finishing(slices: list[BatchSlice]) -> set[Resident]:

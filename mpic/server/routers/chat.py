@@ -27,7 +27,7 @@ from mpic.press import parse_press
 from mpic.prompt import ChatTemplate, build_prompt
 from mpic.prompt.bounds import check_conversation
 from mpic.server import retrieval
-from mpic.server.auth import CurrentUser
+from mpic.server.auth import CurrentUser, take_answers
 from mpic.server.completions import CompletionWriter
 from mpic.server.json_routes import ChatRoute
 from mpic.server.parallel_sampling import ParallelSampling, merge_usage
@@ -61,6 +61,7 @@ MANY_PARTS = 256
 async def create(body: ChatRequest, request: Request, state: StateDep, user: CurrentUser) -> Response:
     """Answer a conversation that may contain images and documents, uploaded or inline."""
     check_model(state, body.model)
+    take_answers(request, body.n or 1)
     generation, rounds, answers = await _submitted(request, body, state, user.id)
     writer = CompletionWriter(
         generation.id,

@@ -26,6 +26,7 @@ from mpic.engine.tombstones import Tombstones
 from mpic.engine.vllm import wire
 from mpic.engine.vllm.frontend.client import NO_CLIPS, VLLMClient
 from mpic.engine.vllm.frontend.compiler import ChunkCompiler
+from mpic.engine.vllm.frontend.gate import Gate
 from mpic.engine.vllm.frontend.linktest import link_test
 from mpic.engine.vllm.frontend.model import VERIFIED, ModelDescription, describe_model
 from mpic.engine.vllm.frontend.options import check_device, engine_args
@@ -82,10 +83,8 @@ class VLLMEngine(Engine):
         self.tombstones = Tombstones()
         self.counters: Counter[str] = Counter()
         self._active: dict[Request, asyncio.Task[None]] = {}
-        self._arrivals = Arrivals(
-            waiting=lambda: len(self._active) - self._config.max_running,
-            limit=lambda: self._config.max_waiting,
-        )
+        self._gate = Gate(config.max_running, config.step_tokens)
+        self._arrivals = Arrivals(self._waiting, self._may_wait)
         self._stopping = False
         self._stop_once = threading.Lock()
         self._own: Library | None = None
@@ -107,7 +106,9 @@ class VLLMEngine(Engine):
             PromptPreparer(self.compiler, self.client),
             ThreadPoolExecutor(SEARCHERS, "mpic-search"),
         )
-        self._runtime = Runtime(self.model, self.client, self.compiler, preparer, searchers, self.counters)
+        self._runtime = Runtime(
+            self.model, self.client, self.compiler, preparer, searchers, self.counters, self._gate
+        )
         self.info = _info(config, self.model, self.client, cpu)
         try:
             link_test(self.model, self.submit)
@@ -131,15 +132,15 @@ class VLLMEngine(Engine):
     # ---- called from any thread
 
     def submit(self, request: GenerationRequest, passing: Chunk | None = None) -> DeltaStream:
-        """See ``Engine.submit``; raises QueueFull when ``max_waiting`` requests wait already.
+        """See ``Engine.submit``; raises QueueFull when ``max_waiting`` requests wait already (``Arrivals``).
 
         Args:
             passing: a chunk that is compiled for this request alone and not kept.
         """
         self.ready()
         with ExitStack() as undo:
-            self._arrivals.enter()
-            undo.callback(self._arrivals.leave)
+            self._arrivals.enter(request.user)
+            undo.callback(self._arrivals.leave, request.user)
             arrived = self.tombstones.begin_existing(request.exists)
             undo.callback(self.tombstones.end, arrived)
             if passing is not None:
@@ -151,6 +152,14 @@ class VLLMEngine(Engine):
             self.client.post(lambda: self._begin(active))
             undo.pop_all()
         return stream
+
+    def _waiting(self) -> Counter[str]:
+        return Counter(active.spec.user for active in list(self._active)) - self._gate.inside()
+
+    def _may_wait(self) -> int:
+        """Returns how many requests may wait: more while there are places, so that a burst is not refused before the
+        loop has seen its first request."""
+        return self._config.max_waiting + max(0, self._gate.places - self._gate.inside().total())
 
     def _salt(self, request: GenerationRequest) -> str:
         """Returns the cache salt for a request's KV blocks. It changes with every deletion of one of the prompt's
@@ -279,7 +288,7 @@ class VLLMEngine(Engine):
     def _begin(self, active: Request) -> None:
         task = asyncio.create_task(active.run())
         self._active[active] = task
-        self._arrivals.leave()
+        self._arrivals.leave(active.spec.user)
         task.add_done_callback(lambda done: self._ended(active, done))
         if self._stopping:
             active.stopping = EngineStopped("the engine was stopped")

@@ -23,6 +23,7 @@ from mpic.engine.stream import DeltaStream
 from mpic.engine.trace import chunk_uses, trace
 from mpic.engine.vllm.frontend.client import VLLMClient, report_of, unfinished
 from mpic.engine.vllm.frontend.compiler import ChunkCompiler
+from mpic.engine.vllm.frontend.gate import Gate, Turn
 from mpic.engine.vllm.frontend.model import ModelDescription
 from mpic.engine.vllm.frontend.prepare import PreparedPrompt, PromptPreparer
 from mpic.engine.vllm.frontend.prompts import token_prompt
@@ -40,7 +41,8 @@ REPLACEABLE = frozenset({"missing", "corrupt", "mismatch"})
 
 @dataclass(frozen=True)
 class Runtime:
-    """The parts of an engine that its requests use. ``searchers`` are the threads that searches run on."""
+    """The parts of an engine that its requests use. ``searchers`` are the threads that searches run on; ``gate`` lets
+    requests into vLLM in turn."""
 
     model: ModelDescription
     client: VLLMClient
@@ -48,6 +50,7 @@ class Runtime:
     preparer: PromptPreparer
     searchers: Executor
     counters: Counter[str]
+    gate: Gate
 
 
 class Status(Enum):
@@ -128,7 +131,8 @@ class Request:
     async def _answer(self) -> Progress:
         """Generates, and searches when the model calls; returns the last part of the answer."""
         while True:
-            progress = await self._generate()
+            async with self._runtime.gate.turn(self.spec.user, self._rows_missing()) as turn:
+                progress = await self._generate(turn)
             if progress.call is not None:
                 progress = await self._search(progress.call)
             if progress.reason is not None:
@@ -136,7 +140,13 @@ class Request:
 
     # ---- generation
 
-    async def _generate(self, again: bool = False) -> Progress:
+    def _rows_missing(self) -> int:
+        """Returns how many rows the next token takes: its own, and those of chunks that have no file."""
+        prepared = self._prepared
+        missing = {one.key: one.tokens for one in prepared.needed if not (one.stored or one.spooled)}
+        return prepared.plan.own + len(self._generated) - self._in_prompt + sum(missing.values())
+
+    async def _generate(self, turn: Turn, again: bool = False) -> Progress:
         """Makes one request to vLLM; returns the part of the answer with which it ends or the model makes a call. When
         it ends because of a chunk's file, ``again`` makes a second one, which generates what is left."""
         runtime, prepared = self._runtime, self._prepared
@@ -157,6 +167,7 @@ class Request:
                 [completion] = output.outputs
                 if completion.token_ids and not first_token:
                     first_token = time.monotonic()
+                    turn.answers()
                 progress = self._read(completion)
                 if progress.reason is not None or progress.call is not None:
                     break
@@ -168,7 +179,7 @@ class Request:
                 self._interrupted += 1
                 self._account(output, earlier, first_token, linked=True)
             await self._recheck(prepared, report)
-            return await self._generate(again=True)
+            return await self._generate(turn, again=True)
         if not ended:
             raise unfinished("the request could not be computed", output, report, MPICError)
         self._account(output, report, first_token, order is not None)
