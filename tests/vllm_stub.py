@@ -6,8 +6,10 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
+import torch
 from engine_kit import ids, prompt_of, request_of, text_chunk, until
 from library_tools import make_chunk
 from vllm_kit import make_tokenizer
@@ -19,6 +21,7 @@ from mpic.engine.vllm.frontend.loop_thread import LoopThread
 from mpic.engine.vllm.frontend.model import ModelDescription
 from mpic.engine.vllm.frontend.prompts import VLLMPrompt
 from mpic.kv.chunk import KVKey, KVShape
+from mpic.kv.expected import Expected
 from mpic.link import BARE
 
 CHUNK = text_chunk(ids(3, 5))
@@ -64,7 +67,8 @@ class Stub(LoopThread):
 @contextmanager
 def stubbed_engine(monkeypatch) -> Iterator[module.VLLMEngine]:
     """Makes an engine over a ``Stub``, whose compiles all give ``CHUNK``, and closes it."""
-    ends = (KVShape(3, 2, 4), frozenset(), 1, None, make_tokenizer("llama"))
+    shape = KVShape(3, 2, 4)
+    ends = (shape, frozenset(), 1, None, make_tokenizer("llama"), Expected(shape, torch.float32, 8, 0))
     model = ModelDescription("m", "llama", "a1" * 32, "p", "float32", 1024, *ends)
     monkeypatch.setattr(module, "describe_model", lambda *_: model)
     monkeypatch.setattr(module, "engine_args", lambda *_: None)
@@ -74,6 +78,7 @@ def stubbed_engine(monkeypatch) -> Iterator[module.VLLMEngine]:
         monkeypatch.setattr(module, test, lambda *_: None)
     key = KVKey.of(CHUNK.owner, CHUNK.key, model.digest, model.recipe(BARE))
     made = make_chunk(key)
+    made = replace(made, inputs=replace(made.inputs, token_ids=torch.tensor(CHUNK.token_ids)))
     monkeypatch.setattr(exported, "read_compiled", lambda folder, **_: (made.inputs, made.kv))
     engine = module.VLLMEngine(EngineConfig(engine="vllm"), None, cpu=True)
     yield engine

@@ -16,7 +16,11 @@ from mpic.kv.parts import LayerRange, Piece, PieceReader
 class StoredChunk(Protocol):
     """A ChunkKV on some tier below the device. It may be gone, or turn out to be damaged, when it is read.
 
-    ``read_ahead()`` is optional: it has the tier begin reading the chunk, without waiting for it and without an error.
+    Four methods are optional. ``read_ahead()`` has the tier begin reading the chunk, without waiting for it and without
+    an error. ``expect(token_ids)`` says which tokens ``[n]`` the chunk must have when its KV is read. ``refuse(error)``
+    says that it does not fit the model although its checksums are right: the tier moves it aside, as a damaged one
+    (``mpic.kv.expected``). ``close()`` closes what is open until the chunk is read again.
+
     What a device that copies from page-locked memory asks for beside this is optional too:
 
     - ``lend() -> Tensor | None``: the KV itself, in a tier of page-locked memory;
@@ -69,6 +73,11 @@ class LaterChunk:
 
     def __init__(self, store: ChunkStore, key: KVKey) -> None:
         self._store, self._key = store, key
+        self._known: torch.Tensor | None = None
+
+    def expect(self, token_ids: torch.Tensor) -> None:
+        """See ``StoredChunk``."""
+        self._known = token_ids
 
     def look_up(self) -> StoredChunk:
         """Returns the chunk as it is stored now.
@@ -80,6 +89,8 @@ class LaterChunk:
         if found is None:
             raise NotFound(f"chunk {self._key.chunk} is not stored")
         self.tier = found.tier
+        if self._known is not None:
+            optional(found, "expect", self._known)
         return found
 
 

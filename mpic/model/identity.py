@@ -122,6 +122,11 @@ def shape_of(text_config: Any) -> KVShape:
     return KVShape(text_config.num_hidden_layers, kv_heads, head_dim)
 
 
+def deepstack_layers(config: Any) -> int:
+    """Returns how many layers an image's DeepStack features have (Qwen3-VL); 0 for models without them."""
+    return len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
+
+
 def eos_ids(generation_config: Any, text_config: Any) -> frozenset[int]:
     """Returns the tokens that end an answer."""
     eos = getattr(generation_config, "eos_token_id", None)

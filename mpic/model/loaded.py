@@ -20,11 +20,12 @@ from mpic.kernels.patterns import Pattern
 from mpic.kernels.singles import Singles
 from mpic.kernels.upload import send
 from mpic.kv.chunk import LATENT_ONCE, ChunkInputs, KVShape
+from mpic.kv.expected import Expected, Soft
 from mpic.model import attention_choice, hooks, vision
 from mpic.model.clip_sampling import refusal, sampling_digest
 from mpic.model.facts import find_facts
 from mpic.model.fused_layers import NOT_STREAM, NOTE, StepsInOneCall
-from mpic.model.identity import VERIFIED, bos_id, eos_ids, fingerprint, preprocessing_digest
+from mpic.model.identity import VERIFIED, bos_id, deepstack_layers, eos_ids, fingerprint, preprocessing_digest
 from mpic.model.info import ModelInfo
 from mpic.model.kernel_linear import use_kernels
 from mpic.model.latent import layout_of
@@ -173,6 +174,23 @@ class LoadedModel:
         self.no_clips = why
         modalities = tuple(m for m in self.info.modalities if m != "video")
         self.info = replace(self.info, modalities=modalities, no_clips=why)
+
+    def expected(self, adapter: Soft | None) -> Expected:
+        """Returns what a stored chunk must be to fit the model, with the adapter that its packets were compiled in."""
+        probe = self.embed(torch.zeros(1, dtype=torch.int64))
+        own = [self.kinds[kind] for kind in self.kind_of]
+        return Expected(
+            self.shape,
+            self.kv_dtype,
+            probe.shape[-1],
+            deepstack_layers(self.config),
+            adapter,
+            embeds=probe.dtype,
+            vocabulary=len(self.model.get_input_embeddings().weight),
+            axes=(self.mrope,),
+            image=self.image_token_id,
+            own=tuple((kind.kv_heads, kind.dim) for kind in own) if self.is_uneven else (),
+        )
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Returns ``[n, hidden]`` from the embedding table for ``[n]`` int64."""

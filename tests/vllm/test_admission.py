@@ -12,11 +12,11 @@ import vllm_kit  # noqa: F401 - sets the environment before vLLM is imported
 from engine_kit import until
 
 from mpic.engine.vllm.plugin.admission import Admission
-from mpic.engine.vllm.plugin.chunk_inputs import Expected
 from mpic.engine.vllm.plugin.host_memory import HostMemory
 from mpic.engine.vllm.plugin.step_messages import StepReport
 from mpic.engine.vllm.wire import ChunkRef, LinkOrder
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey, KVShape, Recipe
+from mpic.kv.expected import Expected
 from mpic.kv.file import write
 
 SHAPE, HIDDEN, IMAGE = KVShape(2, 1, 4), 4, 9

@@ -339,25 +339,29 @@ def test_a_prompt_whose_images_exceed_the_users_room_in_the_store_is_answered(be
     assert bench.counters()["load_failures"] == failures + 1
 
 
+@pytest.mark.parametrize("behind", [0.0, 0.2])
 @pytest.mark.parametrize("policy", ["mpic-16", "packet"])
 def test_an_answer_whose_image_is_lost_when_it_is_preempted_goes_on_as_if_it_had_not_been(
-    bench, monkeypatch, policy
+    bench, monkeypatch, policy, behind
 ):
+    """``behind``: seconds by which the answer's reader is slower than vLLM."""
     prompt = bench.prompt("IMAGE#BEACH FILE#VERA How many shapes do you see?")
     asked = {"tokens": 12, "ignore_eos": True, "logprobs": 1}
     expected = bench.ask(prompt, policy, user="undisturbed", **asked)
     generate, orders = bench.engine.client.generate, []
 
     async def preempted(given, params):
-        """Plays what vLLM says when a link that is preempted after three tokens finds that a file has gone."""
-        cut, number = params.max_tokens > 1 and not orders, 0
+        """Plays what vLLM says when a link that is preempted after three tokens finds that a file has gone. An output
+        has more than one token when its reader is behind, so that the third output need not be the third token."""
+        cut = params.max_tokens > 1 and not orders
         orders.extend([given] if params.max_tokens > 1 else [])
+        params.max_tokens = 3 if cut else params.max_tokens
         async with aclosing(generate(given, params)) as outputs:
             async for output in outputs:
+                if cut:
+                    output.outputs[0].finish_reason = None
                 yield output
-                number += 1
-                if cut and number == 3:
-                    break
+                await asyncio.sleep(behind)
         if cut:
             bench.file_of(prompt.chunks[0], parse_policy(policy).wrapping).unlink()
             output.outputs = [SimpleNamespace(token_ids=[], finish_reason="error", logprobs=None)]

@@ -14,9 +14,9 @@ from library_tools import flip
 from page_locking import page_locked
 
 from mpic.engine.vllm.plugin import host_memory
-from mpic.engine.vllm.plugin.chunk_inputs import Expected
 from mpic.engine.vllm.plugin.host_memory import CachedFile, HostMemory
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey, KVShape, Recipe
+from mpic.kv.expected import Expected
 from mpic.kv.file import ChunkFile, write
 from mpic.packet.adapter import Adapter
 

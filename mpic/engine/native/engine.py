@@ -46,6 +46,7 @@ from mpic.errors import CompileFailed, EngineStopped, MPICError, Unavailable
 from mpic.kv.barrier import LayerBarrier
 from mpic.kv.chunk import Chunk
 from mpic.kv.device import DeviceCache
+from mpic.kv.expected import CheckedStore
 from mpic.kv.pool import Pool
 from mpic.kv.staging import Staging
 from mpic.kv.store import ChunkStore
@@ -107,6 +108,8 @@ class NativeEngine(Engine):
             self.runner.static = FusedDecode(model, self.runner.tables)
         self.runner.piecewise = piecewise_for(self.runner, budget, max_running, cuda_graphs)
         self.device = DeviceCache(self.pool)
+        if store is not None:
+            store = CheckedStore(store, model.expected(adapter))
         tombstones = self.tombstones = Tombstones()
         post, ended, threads = self._post, self._load_ended, loaders or loaders_for()
         presser = Presser(model, self.device, 0 if adapter is None else len(adapter.trailer))

@@ -26,7 +26,7 @@ from mpic.kv.copies import CopiedProgress, Copies, copies_for
 from mpic.kv.device import DeviceCache, Resident
 from mpic.kv.readback import Readback, readback_for
 from mpic.kv.staging import Staging, StagingRing, staging_for
-from mpic.kv.store import ChunkStore, looked_up
+from mpic.kv.store import ChunkStore, looked_up, optional
 
 log = logging.getLogger(__name__)
 
@@ -151,6 +151,7 @@ class Transfers:
             order: loads of a lower order are read first.
         """
         resident, began = linked.resident, self._tombstones.begin()
+        optional(linked.stored, "expect", linked.inputs.token_ids)
         self.device.shape(resident, pressed=not linked.uncompressed)
         resident.extent.fixed += 1
         self.loading += 1

@@ -57,14 +57,14 @@ class ChunkRows:
         self._touched: dict[str, float] = {}  # last uses, written with the next eviction or flush
         self._lock = Lock()  # guards _touched; held for a moment only
 
-    def present(self, keys: Sequence[KVKey]) -> list[KVKey]:
-        """Returns the chunks that are ready, each once, by a single query."""
+    def present(self, keys: Sequence[KVKey]) -> dict[KVKey, int]:
+        """Returns the chunks that are ready, by a single query, and how many tokens each has."""
         by_digest = {key.digest: key for key in keys}
         placeholders = ", ".join("?" * len(by_digest))
         rows = self._catalog.read(
-            f"SELECT key FROM chunks WHERE state = 'ready' AND key IN ({placeholders})", *by_digest
+            f"SELECT key, tokens FROM chunks WHERE state = 'ready' AND key IN ({placeholders})", *by_digest
         )
-        return [by_digest[digest] for (digest,) in rows]
+        return {by_digest[digest]: tokens for digest, tokens in rows}
 
     def ready(self) -> list[ChunkRow]:
         sql = "SELECT key, path, bytes FROM chunks WHERE tier = 'disk' AND state = 'ready'"

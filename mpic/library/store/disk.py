@@ -52,25 +52,27 @@ COUNTERS = (
 class DiskChunk:
     """A stored chunk; see ``mpic.kv.store.StoredChunk``.
 
+    Its file is opened by the first read, so that a look-up costs neither a file descriptor nor a read.
+
     Args:
-        file: the open file with its inputs; None opens it on the first read, so that a look-up costs neither a file
-            descriptor nor a read.
+        tokens: of the chunk, as the catalogue has it.
     """
 
     tier = "disk"
 
-    def __init__(self, store: DiskStore, key: KVKey, file: ChunkFile | None = None) -> None:
-        self._store, self._key, self._file = store, key, file
+    def __init__(self, store: DiskStore, key: KVKey, tokens: int) -> None:
+        self._store, self._key, self._tokens = store, key, tokens
+        self._file: ChunkFile | None = None
 
     @property
     def inputs(self) -> ChunkInputs:
         if self._file is None or self._file.inputs is None:
-            self._file = self._store._file(self._key)
+            self._file = self._store._file(self._key, self._tokens)
         return self._file.inputs
 
     def read_layers(self, destination: torch.Tensor) -> Iterator[int]:
         """Reads layer after layer; see ``StoredChunk.read_layers`` and ``ChunkFile.read_layers``."""
-        file = self._file or self._store._file(self._key, inputs=False)
+        file = self._file or self._store._file(self._key, self._tokens, inputs=False)
         try:
             yield from file.read_layers(destination)
         except (CorruptFile, OSError) as error:
@@ -84,7 +86,7 @@ class DiskChunk:
     def in_parts(self, most: int) -> DiskParts:
         """Opens the file to be read in pieces of at most ``most`` bytes; raises what ``read_layers`` does."""
         own = self._file is None
-        file = self._file or self._store._file(self._key, inputs=False)
+        file = self._file or self._store._file(self._key, self._tokens, inputs=False)
         failed = partial(self._store.failed, self._key, file)
         return DiskParts(file, own, most, failed, lambda size: self._store._count(bytes_read=size))
 
@@ -92,9 +94,15 @@ class DiskChunk:
         """Begins reading the file; see ``StoredChunk``."""
         self._store._filesystem.read_ahead(self._store.path(self._key))
 
+    def refuse(self, error: CorruptFile) -> None:
+        """Moves the file aside that was read; see ``StoredChunk``."""
+        self._store.set_aside(self._key, error, self._file)
+
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        """Closes the file; reading the chunk opens it again."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
 
 class DiskStore:
@@ -140,7 +148,7 @@ class DiskStore:
         found = self._rows.present(keys)
         self._rows.touch(found)
         self._count(requested=len(keys), hits=len(found))
-        return {key: DiskChunk(self, key) for key in found}
+        return {key: DiskChunk(self, key, tokens) for key, tokens in found.items()}
 
     def touch(self, keys: Iterable[KVKey]) -> None:
         """Notes, in memory, that chunks were used which are also nearer to the device: the disk evicts them last."""
@@ -150,35 +158,43 @@ class DiskStore:
         """Returns the stored chunk with its inputs verified, or None. A bad file is put aside and counted."""
         self._count(requested=1)
         self._deleted.look_up([key])
-        if not self._rows.present([key]):
+        found = self._rows.present([key])
+        if not found:
             return None
+        stored = DiskChunk(self, key, found[key])
         try:
-            file = self._file(key)
+            _ = stored.inputs
         except (NotFound, CorruptFile, OutOfMemory, OSError):
             return None
         self._rows.touch([key])
         self._count(hits=1)
-        return DiskChunk(self, key, file)
+        return stored
 
-    def _file(self, key: KVKey, inputs: bool = True) -> ChunkFile:
-        """Opens a chunk's file.
+    def _file(self, key: KVKey, tokens: int, inputs: bool = True) -> ChunkFile:
+        """Opens a chunk's file, which must have so many tokens.
 
         Raises:
             NotFound: it is gone; its row is marked, unless the whole library is gone.
-            CorruptFile: it is damaged; it has been put aside and counted.
+            CorruptFile: it is damaged, or another one; it has been put aside and counted.
             OSError: it cannot be read now (too many open files, no permission, a disk that does not answer), but may be
                 intact; this is counted.
             OutOfMemory: there is no memory for its inputs now; this is counted too.
         """
         path = self.path(key)
         try:
-            return ChunkFile(path, key, self._filesystem, inputs, partial(self.set_aside, key))
+            file = ChunkFile(path, key, self._filesystem, inputs, partial(self.set_aside, key))
         except FileNotFoundError:
             self._gone(key, path)
             raise NotFound(f"chunk {key.chunk} is not stored") from None
         except (OSError, OutOfMemory) as error:
             self._unreadable(key, error)
             raise
+        if file.tokens != tokens:
+            error = CorruptFile(f"{path.name} has {file.tokens} tokens, its row says {tokens}")
+            self.set_aside(key, error, file)
+            file.close()
+            raise error
+        return file
 
     def missing_reason(self, key: KVKey) -> str:
         """Returns and counts the reason why ``open`` found nothing: ``new | evicted | expired | model_changed | recipe

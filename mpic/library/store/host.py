@@ -5,18 +5,22 @@ On the CPU the device's pages are host memory already, so the tier is not used t
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
-from mpic.errors import IntegrityError, StorageFull, StorageQuotaExceeded
+from mpic.errors import CorruptFile, IntegrityError, StorageFull, StorageQuotaExceeded
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey
 from mpic.kv.page_locked import PAGE_LOCKED, page_locked_bytes
 from mpic.library.store.shares import Held, TierBounds, make_room
 from mpic.library.store.tombstones import DeletedContents
+
+log = logging.getLogger(__name__)
 
 COUNTERS = (
     *("requested", "hits", "saved", "refused", "evicted"),
@@ -40,10 +44,21 @@ class HostChunk:
     tier = "host"
 
     def __init__(
-        self, inputs: ChunkInputs, kv: torch.Tensor, page_locked: bool, count: Callable[..., None]
+        self,
+        inputs: ChunkInputs,
+        kv: torch.Tensor,
+        page_locked: bool,
+        count: Callable[..., None],
+        remove: Callable[[HostChunk], None],
     ) -> None:
         self.inputs, self._kv, self._page_locked, self._count = inputs, kv, page_locked, count
+        self._remove = remove
         self.bytes = allocated(kv.nbytes, page_locked) + inputs.nbytes
+
+    def refuse(self, error: CorruptFile) -> None:
+        """Leaves the tier; see ``StoredChunk``."""
+        log.warning("%s; its copy in host memory is dropped", error)
+        self._remove(self)
 
     def lend(self) -> torch.Tensor | None:
         """Returns the KV itself if a device can copy from it while the host continues. It must not be changed."""
@@ -143,7 +158,10 @@ class HostTier:
             self._copying[key] = True
         try:
             kv = memory_for(shape, dtype, self.page_locked)
-            return HostReservation(self, key, HostChunk(inputs, kv, self.page_locked, self._count), kv)
+            remove = partial(self._refused, key)
+            return HostReservation(
+                self, key, HostChunk(inputs, kv, self.page_locked, self._count, remove), kv
+            )
         except BaseException:
             self._end(key, size, None)
             raise
@@ -156,6 +174,11 @@ class HostTier:
                 self._counters.update(saved=1, bytes_written=size)
             else:
                 self._used[key.owner] -= size
+
+    def _refused(self, key: KVKey, chunk: HostChunk) -> None:
+        with self._lock:
+            if self._chunks.get(key) is chunk:
+                self._remove(key)
 
     def drop(self, owner: str, chunk: ChunkKey) -> None:
         """Drops all forms of a content."""

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from mpic.errors import MPICError
+from mpic.errors import CorruptFile, MPICError
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey
+from mpic.kv.store import optional
 from mpic.library.store.chunk_rows import ChunkRow
 from mpic.library.store.disk import DiskStore
 
@@ -74,17 +75,20 @@ class Promoted:
         return self._stored.inputs
 
     def read_ahead(self) -> None:
-        read_ahead = getattr(self._stored, "read_ahead", None)
-        if read_ahead is not None:
-            read_ahead()
+        optional(self._stored, "read_ahead")
+
+    def refuse(self, error: CorruptFile) -> None:
+        optional(self._stored, "refuse", error)
+
+    def close(self) -> None:
+        optional(self._stored, "close")
 
     def in_parts(self, most: int) -> PartedChunk | None:
         """Opens the chunk to be read in parts, if every nearer tier can be read into (``reserve``): others are given
         a chunk when it lies in memory as a whole."""
-        in_parts = getattr(self._stored, "in_parts", None)
-        if in_parts is None or not all(getattr(tier, "page_locked", False) for tier in self._nearer):
+        if not all(getattr(tier, "page_locked", False) for tier in self._nearer):
             return None
-        return in_parts(most)
+        return optional(self._stored, "in_parts", most)
 
     def reserve(self, shape: Sequence[int], dtype: torch.dtype) -> Reservation | None:
         """Returns memory of the nearest tier in page-locked memory that takes the chunk, to be read into."""
@@ -94,7 +98,11 @@ class Promoted:
         return None
 
     def read_layers(self, destination: torch.Tensor) -> Iterator[int]:
-        yield from self._stored.read_layers(destination)
+        layer = -1
+        for layer in self._stored.read_layers(destination):
+            yield layer
+        if layer + 1 < len(destination):
+            raise CorruptFile(f"chunk {self._key.chunk} of tier {self.tier} has only {layer + 1} layers")
         try:
             chunk = ChunkKV(self._key, self._stored.inputs, destination)
             for tier in self._nearer:

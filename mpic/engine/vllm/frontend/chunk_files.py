@@ -10,9 +10,10 @@ import torch
 from mpic.engine.vllm.frontend.chunks import LinkedChunk
 from mpic.engine.vllm.frontend.model import ModelDescription
 from mpic.engine.vllm.frontend.spool import Spool
+from mpic.engine.vllm.wire import FIRST_SOFT
 from mpic.errors import MPICError
 from mpic.kv.chunk import KVKey
-from mpic.kv.store import ChunkStore
+from mpic.kv.store import ChunkStore, optional
 from mpic.model.load import DTYPES
 
 log = logging.getLogger(__name__)
@@ -99,11 +100,12 @@ class ChunkFiles:
         if stored is None:
             return False
         size = self._model.shape.extent(linked.tokens)
+        ids = torch.tensor(linked.ids)
+        optional(stored, "expect", ids.masked_fill(ids >= FIRST_SOFT, 0))  # as files have an adapter's tokens
         try:
-            if len(stored.inputs) == linked.tokens:
-                for _ in stored.read_layers(torch.empty(size, dtype=DTYPES[self._model.dtype])):
-                    pass
-                return True
+            for _ in stored.read_layers(torch.empty(size, dtype=DTYPES[self._model.dtype])):
+                pass
+            return True
         except (MPICError, OSError) as error:
             log.warning("chunk %s is damaged or gone: %s", linked.key.chunk, error)
         return False

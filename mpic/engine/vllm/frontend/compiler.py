@@ -31,6 +31,7 @@ from mpic.errors import (
     OutOfMemory,
 )
 from mpic.kv.chunk import Chunk, ChunkInputs, ChunkKV, KVKey
+from mpic.kv.expected import CheckedStore
 from mpic.kv.store import ChunkStore, StoredChunk
 from mpic.link import BARE, Policy, Wrapping
 
@@ -51,6 +52,7 @@ class ChunkCompiler:
     def __init__(
         self, model: ModelDescription, store: ChunkStore, tombstones: Tombstones, client: VLLMClient
     ) -> None:
+        store = CheckedStore(store, model.expected)
         self._model, self._store, self._tombstones, self._client = model, store, tombstones, client
         self.sizes = ChunkSizes()
         self._tasks: dict[KVKey, CompileTask] = {}

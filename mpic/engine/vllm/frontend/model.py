@@ -16,9 +16,10 @@ from mpic.engine.vllm.frontend.digests import download_dir, fingerprint, weights
 from mpic.engine.vllm.wire import packet_ids
 from mpic.errors import AdapterRefused
 from mpic.kv.chunk import KVShape, Recipe
+from mpic.kv.expected import Expected
 from mpic.link import Wrapping
 from mpic.model.dtype_choice import own_dtype
-from mpic.model.identity import bos_id, eos_ids, preprocessing_digest, shape_of
+from mpic.model.identity import bos_id, deepstack_layers, eos_ids, preprocessing_digest, shape_of
 from mpic.model.load import DTYPES, is_vision, load_config, load_processor, model_name
 from mpic.model.quantized_checkpoint import quantization_of
 from mpic.model.refusals import context_on_vllm, refuse_on_vllm
@@ -40,6 +41,7 @@ class ModelDescription:
         dtype: the type it is loaded in.
         context: the most tokens it was made for.
         image: the token that stands for an image; None for a model that takes no images.
+        expected: what a stored chunk must be to fit it.
         adapter, adapter_path: its adapter and the adapter's file; None if it has none.
         no_packets: the reason why it cannot have packets; empty if it can.
     """
@@ -55,6 +57,7 @@ class ModelDescription:
     bos: int
     image: int | None
     processor: Any
+    expected: Expected
     adapter: Adapter | None = None
     adapter_path: Path | None = None
     no_packets: str = ""
@@ -126,6 +129,9 @@ def describe_model(config: EngineConfig, cpu: bool, digests: Path | None = None)
     where, adapter = None if no_packets else adapter_file(path, config.packet), None
     if where is not None:
         adapter = load_adapter(where, weights_digest(config, found, dtype, digests), text.hidden_size)
+    shape = shape_of(text)
+    image = getattr(found, "image_token_id", None) if is_vision(found) else None
+    width, features = text.hidden_size, deepstack_layers(found)
     return ModelDescription(
         name=model_name(path),
         family=found.model_type,
@@ -133,11 +139,12 @@ def describe_model(config: EngineConfig, cpu: bool, digests: Path | None = None)
         preprocessing=preprocessing_digest(processor),
         dtype=dtype,
         context=context_on_vllm(text),
-        shape=shape_of(text),
+        shape=shape,
         eos=eos_ids(_generation_config(path), text),
         bos=bos_id(text, getattr(processor, "tokenizer", processor)),
-        image=getattr(found, "image_token_id", None) if is_vision(found) else None,
+        image=image,
         processor=processor,
+        expected=Expected(shape, DTYPES[dtype], width, features, adapter, image=image),
         adapter=adapter,
         adapter_path=where,
         no_packets=no_packets,

@@ -28,13 +28,14 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from mpic.config import ConfigError
 from mpic.engine.vllm.plugin.admission import Admission, TrackedRequest
-from mpic.engine.vllm.plugin.chunk_inputs import Expected
 from mpic.engine.vllm.plugin.host_memory import HostMemory
 from mpic.engine.vllm.plugin.kv_export import KVExporter
 from mpic.engine.vllm.plugin.packet_embedding import adapter_of
-from mpic.engine.vllm.plugin.paged_cache import deepstack_layers, geometry
+from mpic.engine.vllm.plugin.paged_cache import geometry
 from mpic.engine.vllm.plugin.step_messages import StepInstructions, StepReport
 from mpic.engine.vllm.plugin.watchdog import end_with_parent, leave_interrupts_to
+from mpic.kv.expected import Expected
+from mpic.model.identity import deepstack_layers
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager

@@ -19,15 +19,10 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 
-from mpic.engine.vllm.plugin.chunk_inputs import (
-    Expected,
-    FileRefused,
-    check_inputs,
-    first_layer_inputs,
-    prompt_inputs,
-)
+from mpic.engine.vllm.plugin.chunk_inputs import FileRefused, first_layer_inputs, prompt_inputs
 from mpic.errors import CorruptFile, OutOfMemory
 from mpic.kv.chunk import ChunkInputs
+from mpic.kv.expected import Expected, check_inputs, check_layer
 from mpic.kv.file import ChunkFile
 from mpic.kv.page_locked import PAGE_LOCKED, page_locked_bytes
 from mpic.memory import as_errors
@@ -317,8 +312,8 @@ class HostMemory:
         shape = self._expected.shape.extent(chunk.tokens)
         allocate = PAGE_LOCKED.empty if self._pinned_memory else torch.empty
         kv = allocate(shape, dtype=self._expected.dtype)
-        for _ in file.read_layers(kv):
-            pass
+        for number in file.read_layers(kv):
+            check_layer(chunk.path, number, kv[number], self._expected)
         file.close()
         chunk.kv = kv if self._keep_kv else None
 
@@ -332,10 +327,13 @@ class HostMemory:
             if file.tokens != chunk.tokens:
                 raise FileRefused("mismatch", f"{chunk.path} has {file.tokens} tokens, not {chunk.tokens}")
             if inputs:
-                check_inputs(file, self._expected)
+                check_inputs(chunk.path, file.key, file.inputs, self._expected)
         except FileRefused:
             file.close()
             raise
+        except CorruptFile as error:  # its checksums are right
+            file.close()
+            raise FileRefused("mismatch", error.message) from error
         return file
 
     def _resolve(self, path: str) -> Path:

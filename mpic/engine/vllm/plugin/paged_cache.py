@@ -30,11 +30,6 @@ def geometry(config: VllmConfig) -> KVShape:
     return KVShape(layers, model.get_total_num_kv_heads(), model.get_head_size())
 
 
-def deepstack_layers(config: Any) -> int:
-    """Returns how many layers an image's DeepStack features have (Qwen3-VL); 0 for models without them."""
-    return len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
-
-
 class PagedCache:
     """The part of the paged KV cache that this worker holds.
 
