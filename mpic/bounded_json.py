@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import math
 import re
 import secrets
 from collections.abc import Mapping
@@ -111,6 +112,19 @@ def count(value: Any) -> int:
             values += max(len(node), 1)
             waiting += node.values() if isinstance(node, dict) else node
     return values
+
+
+def is_finite(value: Any) -> bool:
+    """Returns whether a parsed text holds none of the numbers that Python reads but JSON does not have: ``NaN``,
+    ``Infinity``, and those that are too large."""
+    waiting = [value]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, float) and not math.isfinite(node):
+            return False
+        if isinstance(node, dict | list):
+            waiting += node.values() if isinstance(node, dict) else node
+    return True
 
 
 def _is_surely_within(body: bytes | bytearray, bounds: Bounds) -> bool:

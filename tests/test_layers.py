@@ -16,7 +16,7 @@ FOLDERS = {name: f"mpic.{name}" for name in ("kernels", "retriever", "webui", "d
 """Top-level folders that are parts of the package (``setup.py``)."""
 
 LAYERS = [
-    {"errors", "cancel", "figure", "table", "cgroup", "limits", "version", "file_status"},
+    {"errors", "cancel", "figure", "table", "cgroup", "limits", "version", "file_status", "handles"},
     {"database", "memory", "bounded_json", "config_values", "data", "method"},
     {"durable", "key_file", "imaging", "press"},
     {"kernels", "keys"},

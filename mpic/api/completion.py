@@ -83,21 +83,29 @@ class ToolCallDelta(ToolCall):
 
 
 class PromptTokensDetails(ClosedObject):
-    cached_tokens: int = Field(description="reused + prefix_hit: the tokens not computed for this answer")
+    cached_tokens: int = Field(
+        description="reused + prefix_hit: the tokens that were not computed for this request"
+    )
 
 
 class TokenCounts(ClosedObject):
     """`prompt_tokens = reused + prefix_hit + computed`."""
 
-    reused: int = Field(description="tokens of images and documents linked without recomputation")
+    reused: int = Field(
+        description="tokens of images and documents linked without recomputation, from what was compiled before this "
+        "request"
+    )
     recomputed: int = Field(description="tokens of images and documents computed again")
     prefix_hit: int = Field(description="tokens found in the prompt's own prefix cache")
-    computed: int = Field(description="tokens computed, recomputed ones included")
+    computed: int = Field(
+        description="all other tokens: computed in the prompt, recomputed ones included, or in images and documents "
+        "that had to be compiled first"
+    )
     packet: int = Field(
         description="tokens of `prompt_tokens` that trained adapters add around chunks (policy packet)"
     )
     compiled: int = Field(
-        description="tokens of chunks that had to be compiled first, in addition to the prompt"
+        description="all tokens of chunks that had to be compiled first, recomputed ones included"
     )
 
 
@@ -169,12 +177,19 @@ class RetrievalRound(ClosedObject):
     references: tuple[str, ...] = Field(description="ids of the references the model was given, best first")
     at: int = Field(description="tokens of the answer before the search; 0 before the answer")
     tokens: int = Field(description="tokens inserted into the answer's context (part of the prompt tokens)")
-    reused: int = Field(description="inserted tokens that were linked without being computed")
+    reused: int = Field(description="inserted tokens that were linked from what was compiled before")
     search_ms: float
     link_ms: float = Field(description="time from the references to the next token")
     error: str | None = Field(
         description="why nothing was given: nothing_found, rounds, bad_call, or an error's code"
     )
+
+
+class UnlinkedHandle(ClosedObject):
+    """A handle in a message that named no file, and stayed text."""
+
+    handle: str
+    reason: str
 
 
 class MPICUsage(ClosedObject):
@@ -183,6 +198,9 @@ class MPICUsage(ClosedObject):
     ms: Milliseconds
     preemptions: int
     chunks: tuple[ChunkUsed, ...]
+    unlinked_handles: tuple[UnlinkedHandle, ...] | None = Field(
+        None, description="handles in the messages that named no file, and stayed text; 32 at most"
+    )
     retrieval: tuple[RetrievalRound, ...] | None = Field(
         None, description="with `mpic.retrieval`: the searches made"
     )
@@ -235,10 +253,12 @@ class ChatCompletion(ClosedObject):
         if ours.trace is not None:
             parts = [(s.state, s.end - s.start, s.label or s.kind) for s in ours.trace.spans]
         else:
-            new = counts.computed - counts.recomputed
+            compiled = sum(chunk.reused for chunk in ours.chunks if chunk.tier == "compiled")
+            new = counts.computed - counts.recomputed - compiled
             parts = [
                 ("prefix", counts.prefix_hit, "prefix"),
                 ("reused", counts.reused, "reused"),
+                ("compiled", compiled, "compiled"),
                 ("recomputed", counts.recomputed, "recomputed"),
                 ("new", new, "new"),
             ]
@@ -246,6 +266,8 @@ class ChatCompletion(ClosedObject):
             f"{ours.policy}: {counts.reused} tokens reused, {counts.recomputed} recomputed, {counts.prefix_hit} of the "
             f"prefix, of {self.usage.prompt_tokens}; first token after {ours.ms.ttft:.0f} ms"
         )
+        for one in ours.unlinked_handles or ():
+            line += f"; {one.handle} stayed text: {one.reason}"
         shown = html.paragraph(self.text) + html.strip(parts)
         return f"{shown}<small>{html.escape(line)}</small>"
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool
+from pydantic import Field
 
 Zero = Annotated[float, Field(ge=0, le=0)]
 Empty = (
@@ -84,14 +84,6 @@ OPENAI_FIELDS: tuple[OpenAIField, ...] = (
         (["text", "audio"],),
     ),
     OpenAIField("moderation", None, "", "nothing is moderated", no=({},)),
-    OpenAIField(
-        "parallel_tool_calls",
-        StrictBool,
-        "true; false only without tools",
-        "a model calls as many tools as it likes",
-        (True, False),
-        ("no",),
-    ),
     OpenAIField("prediction", None, "", "answers are not predicted", no=({"type": "content"},)),
     OpenAIField("presence_penalty", Zero, "0", PENALTY, (0,), (-1,)),
     OpenAIField(

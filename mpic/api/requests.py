@@ -11,7 +11,6 @@ from pydantic import (
     StrictBool,
     StrictInt,
     StrictStr,
-    ValidationInfo,
     create_model,
     field_validator,
     model_validator,
@@ -45,7 +44,7 @@ class Strict(BaseModel):
 
 
 class TextPart(Strict):
-    """Text; `IMAGE#NAME` and `FILE#NAME` in it link uploads in place."""
+    """Text. In messages of users `IMAGE#NAME` and `FILE#NAME` in it link uploads in place; `IMAGE\\#NAME` is text."""
 
     type: Literal["text"]
     text: str
@@ -126,17 +125,28 @@ Part = Annotated[
 ]
 
 
-class CalledFunctionParam(Strict):
+class Answered(Strict):
+    """A part of an earlier answer. Clients send it back with fields of their own that are null."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
+class CalledFunctionParam(Answered):
     name: str
-    arguments: str = Field(description="JSON, as the model wrote it")
+    arguments: str = Field("", description="JSON of an object, as the model wrote it; empty or `null`: `{}`")
+    parsed_arguments: Any = Field(None, description="what a client made of `arguments`; ignored")
 
 
-class ToolCallParam(Strict):
+class ToolCallParam(Answered):
     """A tool call of an earlier answer."""
 
     id: str
     type: Literal["function"]
     function: CalledFunctionParam
+    index: StrictInt | None = Field(None, description="its number in the stream it came in; ignored")
 
 
 Parts = Annotated[list[Part], FIRST_ERROR]
@@ -144,28 +154,33 @@ ToolCallParams = Annotated[list[ToolCallParam], FIRST_ERROR]
 Annotations = Annotated[list[dict[str, Any]], FIRST_ERROR]
 
 
-class MessageParam(Strict):
+class MessageParam(Answered):
     """A message. Earlier answers may be sent back unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Parts | None = Field(description="null only together with tool calls")
+    content: str | Parts | None = Field(
+        None, description="only an assistant's message may be without; an empty system message is left out"
+    )
+    name: str | None = Field(
+        None, description="who speaks; shown to the model if its chat template prints it"
+    )
     tool_calls: ToolCallParams | None = Field(None, description="only in assistant messages")
     tool_call_id: str | None = Field(None, description="only in tool messages")
-    refusal: None = None
+    refusal: str | None = Field(
+        None, description="stands for content that is missing; ignored beside content"
+    )
     annotations: Annotations | None = Field(None, description="annotations of an earlier answer; ignored")
     audio: None = None
     function_call: None = None
 
     @model_validator(mode="after")
-    def _has_content(self) -> MessageParam:
+    def _fits_its_role(self) -> MessageParam:
         if self.tool_calls and self.role != "assistant":
             raise WrongField("tool_calls", "tool_calls belong to assistant messages")
         if (self.tool_call_id is not None) != (self.role == "tool"):
             raise WrongField(
                 "tool_call_id", "a tool_call_id is needed in tool messages, and allowed in no others"
             )
-        if self.content is None and not self.tool_calls:
-            raise WrongField("content", "content may be null only together with tool_calls")
         return self
 
 
@@ -228,6 +243,7 @@ class MPICOptions(Strict):
     top_k: StrictInt = Field(
         0, ge=0, le=2**31 - 1, description="sample from the k most likely tokens; 0: from all"
     )
+    handles: StrictBool = Field(True, description="false: `IMAGE#NAME` and `FILE#NAME` in texts link nothing")
     ignore_eos: StrictBool = Field(False, description="continue to max_tokens (benchmarks)")
     retrieval: RetrievalOptions = RetrievalOptions()
 
@@ -266,11 +282,14 @@ class ChatFields(Strict):
     logprobs: StrictBool | None = None
     top_logprobs: StrictInt | None = Field(None, ge=0, le=20)
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
+    parallel_tool_calls: StrictBool | None = Field(
+        None, description="false: an answer ends after its first tool call"
+    )
     mpic: MPICOptions = MPICOptions()
 
 
 AllChatFields = create_model("AllChatFields", __base__=ChatFields, **of_the_request())
-"""With those that change nothing. One of these looks at ``tools``, which is checked before them."""
+"""With those that change nothing."""
 
 
 class ChatRequest(AllChatFields):  # type: ignore[misc, valid-type]
@@ -290,13 +309,6 @@ class ChatRequest(AllChatFields):  # type: ignore[misc, valid-type]
             ]
         },
     )
-
-    @field_validator("parallel_tool_calls")
-    @classmethod
-    def _without_tools(cls, value: bool | None, info: ValidationInfo) -> bool | None:
-        if value is False and info.data.get("tools"):
-            raise ValueError("a model calls as many tools as it likes")
-        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:

@@ -23,6 +23,7 @@ from mpic.cli.common import (
     when,
 )
 from mpic.errors import FileNotFound
+from mpic.handles import folded
 
 if TYPE_CHECKING:
     from mpic.client import MPIC
@@ -135,7 +136,7 @@ def find(client: MPIC, name: str) -> File:
             return client.files.retrieve(name)
     handle = name.removeprefix("IMAGE#").removeprefix("FILE#")
     for file in client.files.list(limit=1000):
-        if file.handle and file.handle.upper() == handle.upper():
+        if file.handle and folded(file.handle) == folded(handle):
             return file
     raise FileNotFound(f"no upload is called {name!r}; `mpic files list` shows them all")
 

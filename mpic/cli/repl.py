@@ -15,8 +15,8 @@ from rich.console import Console
 
 from mpic.cli.common import err, error_line, print_json
 from mpic.cli.files import show_files
-from mpic.cli.upload import stem_handle
 from mpic.errors import BadRequest, MPICError
+from mpic.handles import of_file
 from mpic.link import parse_policy
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ COMMANDS = {
 }
 """Name -> what follows it, and what it does."""
 MODES = ("off", "always", "auto")
+SHOWN = 3
+"""Most handles of an answer that are shown because they stayed text."""
 
 
 class ReplSession:
@@ -115,7 +117,7 @@ def _write(piece: str, out: Console) -> None:
 
 
 def summary(usage: Usage) -> str:
-    """Returns one line: tokens reused and recomputed, and the time to the first token."""
+    """Returns one line: tokens reused and recomputed, the time to the first token, and handles that named nothing."""
     ours = usage.mpic
     parts = [
         ours.policy,
@@ -132,6 +134,7 @@ def summary(usage: Usage) -> str:
         parts.append(
             f"found {', '.join(r for found in ours.retrieval for r in found.references) or 'nothing'}"
         )
+    parts += [f"{one.handle} stayed text: {one.reason}" for one in (ours.unlinked_handles or ())[:SHOWN]]
     return " · ".join(parts)
 
 
@@ -230,7 +233,7 @@ def upload(session: ReplSession, arguments: str, out: Console) -> None:
     if not 1 <= len(words) <= 2:
         raise BadRequest("write /upload PATH, or /upload PATH HANDLE")
     path = Path(os.path.expanduser(words[0]))  # a user that is not known stays as it is written
-    handle = words[1] if len(words) == 2 else stem_handle(path)
+    handle = words[1] if len(words) == 2 else of_file(path.name)
     try:
         file = session.client.files.create(path, handle, wait=True)
     except OSError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ from mpic.cli.common import (
     ttl_of,
 )
 from mpic.errors import BadRequest, MPICError
+from mpic.handles import of_file
 from mpic.press import press_names
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def upload(
 
     A document that is too long for one chunk is cut into several, all behind its one handle.
 
-    Without --handle a file is named by its stem in capitals: `eiffel 2025.jpg` becomes EIFFEL_2025.
+    Without --handle a file is named by its stem in capitals, in any script: `eiffel 2025.jpg` becomes EIFFEL_2025.
 
     A file that is there already, the same bytes under the same handle, stays as it is ("unchanged"). A file that
     fails does not stop the others; the exit status is then 1.
@@ -85,7 +85,7 @@ def upload(
         raise typer.BadParameter("a handle names one file; leave it out to name each by its stem")
     cut = {"mode": split, "tokens": split_tokens} if split not in ("auto", "none") else split
     options = {"ttl": ttl_of(ttl, expires), "replace": replace, "split": cut, "press": press}
-    named = [(path, handle or stem_handle(path)) for path in dict.fromkeys(paths)]
+    named = [(path, handle or of_file(path.name)) for path in dict.fromkeys(paths)]
     _refuse_same_handles(named)
     with _progress(quiet=as_json) as show:
         done = [_upload(client, path, name, options, wait, show) for path, name in named]
@@ -97,8 +97,6 @@ def upload(
         raise typer.Exit(1)
 
 
-LONGEST = 64
-"""Characters of a handle."""
 Show = Callable[[str, int, int], None]
 """Shows what is done with a file, the bytes that are sent, and all of them."""
 
@@ -181,11 +179,6 @@ def _plain(one: FileOutcome) -> dict[str, object]:
 
     named = {"path": unicode_name(str(one.path)), "handle": unicode_name(one.handle)}
     return {**named, **one.error.body()}
-
-
-def stem_handle(path: Path) -> str:
-    """Returns a handle made of a file's stem: capitals, digits and underscores."""
-    return re.sub(r"[^A-Z0-9]+", "_", path.stem.upper())[:LONGEST].strip("_") or "FILE"
 
 
 def _refuse_same_handles(named: list[tuple[Path, str]]) -> None:

@@ -20,6 +20,7 @@ from mpic.api.completion import (
     Trace,
     TraceSpan,
     TraceTimes,
+    UnlinkedHandle,
     Usage,
 )
 from mpic.api.completion import ChunkDelta as Delta
@@ -62,5 +63,6 @@ __all__ = [
     "Trace",
     "TraceSpan",
     "TraceTimes",
+    "UnlinkedHandle",
     "Usage",
 ]

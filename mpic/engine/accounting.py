@@ -85,9 +85,9 @@ def count_answer(counters: Counter[str], usage: GenerationUsage, reason: str) ->
     """Adds a request that ended without an error to an engine's counters ``finished_*`` and ``tokens_*``."""
     counters[f"finished_{reason}"] += 1
     if usage.ttft_ms:
-        for name in ("reused", "recomputed", "prefix_hit", "computed"):
-            counters[f"tokens_{name}"] += getattr(usage, name)
-        counters["tokens_requested"] += usage.prompt_tokens
+        counts = {"requested": usage.prompt_tokens, "reused": usage.found, "computed": usage.spent}
+        counts |= {"recomputed": usage.recomputed, "prefix_hit": usage.prefix_hit}
+        counters.update({f"tokens_{name}": count for name, count in counts.items()})
 
 
 def oversized_chunk(tokens: int, sink: int, context: int, prompt_tokens: int) -> ContextLengthExceeded:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -200,6 +200,9 @@ class GenerationUsage:
     attention that computing the prompt took. ``compiled`` counts tokens of
     chunks that this request had to compile, ``probed`` tokens that passed the first layers so that a dynamic policy
     could decide; both come on top. Tokens that retrieval inserts while decoding count as prompt.
+
+    ``reused`` says how a prompt was put together, ``saved`` and ``spent`` what that cost: tokens linked from a chunk
+    that this request had to compile, or whose compiling it waited for, are reused and were not saved.
     """
 
     prompt_tokens: int = 0
@@ -222,6 +225,27 @@ class GenerationUsage:
     chunks: tuple[ChunkUse, ...] = ()
     trace: tuple[TraceSpan, ...] = ()
     retrieval: tuple[RetrievalRound, ...] = ()
+
+    @property
+    def found(self) -> int:
+        """Returns the reused tokens of chunks that had been compiled before this request."""
+        return self.reused - linked_at_once(self.chunks)
+
+    @property
+    def saved(self) -> int:
+        """Returns the tokens of the prompt that were not computed for this request."""
+        return self.found + self.prefix_hit
+
+    @property
+    def spent(self) -> int:
+        """Returns the other tokens of the prompt: those that were computed in it, or in its chunks when these were
+        compiled."""
+        return self.prompt_tokens - self.saved
+
+
+def linked_at_once(chunks: Iterable[ChunkUse]) -> int:
+    """Returns how many tokens were linked from chunks that had only then been compiled."""
+    return sum(chunk.reused for chunk in chunks if chunk.tier == "compiled")
 
 
 class GenerationStream(Protocol):

@@ -14,7 +14,14 @@ from mpic.keys import KeyLimits
 from mpic.library.catalog.file_rows import FileRows, handle_taken
 from mpic.library.folder.originals import Incoming
 from mpic.library.folder.sidecars import Sidecar
-from mpic.library.intake.checks import check_handle, check_life, check_metadata, clean_name, identify, new_id
+from mpic.library.intake.checks import (
+    check_life,
+    check_metadata,
+    checked_handle,
+    clean_name,
+    identify,
+    new_id,
+)
 from mpic.library.intake.receive import PIECE, receive
 from mpic.library.part import LibraryPart, Storage
 from mpic.library.records import SHARED, AsyncReader, File, Removed, Scalar
@@ -89,7 +96,7 @@ class UploadIntake(LibraryPart):
             raise ValueError(f"a file needs an owner, not {user!r}")
         check_life("expires_after", expires_after)
         checked = check_metadata(metadata or {})
-        check_handle(handle)
+        handle = checked_handle(handle)
         if replace and handle is None:
             raise BadRequest("replace needs the handle whose file is replaced", param="replace")
         if handle is None or self._rows.by_handle(user, handle) is None:

@@ -18,7 +18,7 @@ from mpic.library.catalog.file_rows import DocumentPiece, FileRows
 from mpic.library.catalog.quotas import NO_KEY
 from mpic.library.folder.originals import OpenOriginal
 from mpic.library.inline import InlineChunks
-from mpic.library.intake.checks import check_handle, check_life, check_page
+from mpic.library.intake.checks import check_life, check_page, checked_handle
 from mpic.library.intake.decode import decode_clip, decode_image, decode_text
 from mpic.library.intake.tokens import TokenCache
 from mpic.library.part import Storage
@@ -287,8 +287,7 @@ class UploadLibrary(InlineChunks):
             HandleTaken: another file of the user has it, ignoring case.
         """
         self.get(user, file_id)
-        check_handle(handle)
-        self._rows.set_handle(user, file_id, handle)
+        self._rows.set_handle(user, file_id, checked_handle(handle))
         return self.get(user, file_id)
 
     def pin(self, user: str, file_id: str, pinned: bool = True) -> File:

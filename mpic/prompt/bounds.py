@@ -16,12 +16,14 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from mpic.cancel import checkpoint
 from mpic.errors import ContextLengthExceeded
+from mpic.handles import LONGEST
 
 SLICE = 1 << 16
 """Characters that are processed before other threads may run."""
 
 REASONED = "</think>"
-HANDLE_BYTES = len("IMAGE#") + 64
+HANDLE_BYTES = len("IMAGE#") + 12 * LONGEST
+"""Most bytes of a handle: a character of its name may be written as four of three bytes each."""
 
 SHRINKS = {"NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Lowercase": 4, "Prepend": 1, "ByteLevel": 1}
 """Normalizers that may shorten a text, with the largest factor in bytes of UTF-8: composing turns up to nine bytes into

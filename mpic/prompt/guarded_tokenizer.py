@@ -31,6 +31,17 @@ from mpic.prompt.bounds import Limit, least_tokens, longest_token
 from mpic.prompt.sliced_tokenizer import SlicedTokenizer
 from mpic.prompt.slicer import Slicer
 
+LIGHT = r"\w\s.,:;/()'\-"
+NOT_LIGHT = re.compile(f"[^{LIGHT}]")
+NOTATION = frozenset((
+    "additionalProperties", "allOf", "anyOf", "arguments", "array", "boolean", "const", "content",
+    "default", "description", "enum", "examples", "exclusiveMaximum", "exclusiveMinimum", "format",
+    "function", "id", "integer", "items", "maxItems", "maxLength", "maximum", "minItems", "minLength",
+    "minimum", "name", "not", "null", "number", "object", "oneOf", "parameters", "pattern",
+    "properties", "required", "return", "role", "strict", "string", "title", "tool_call_id",
+    "tool_calls", "type",
+))  # fmt: skip
+"""Words of tools, calls and JSON Schema. Templates look for them."""
 MARKUP = re.compile(r"[<\[{|].*[>\]}|]", re.DOTALL)
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -96,6 +107,14 @@ class GuardedTokenizer:
             "|".join(map(re.escape, sorted(self._spelling, key=len, reverse=True))) or "(?!)"
         )
         self.control = frozenset(t["id"] for t in added)
+        # every inner part of a control token, its light beginnings and its light ends, without regard to case
+        spelt = [t["content"].lower() for t in added]
+        self._within = "\0".join(spelt)
+        begin, end = re.compile(f"[{LIGHT}]+"), re.compile(f"[{LIGHT}]+$")
+        begins = [found[0] for text in spelt if (found := begin.match(text))]
+        ends = [found[0] for text in spelt if (found := end.search(text))]
+        self._starts = tuple({text[: n + 1] for text in begins for n in range(len(text))})
+        self._ends = tuple({text[n:] for text in ends for n in range(len(text))})
         flags = next((t for t in added if t["content"] == image_token), {})
         self._cuts = {}
         for image in (False, True):
@@ -178,8 +197,18 @@ class GuardedTokenizer:
             limit.check(least_tokens([text.strip() for text in texts], self.sliced.longest, limit.tokens))
 
     def is_plain(self, text: str) -> bool:
-        """Returns whether a text is only words and light punctuation, and may stand in text of the template."""
-        return not re.search(r"[^\w\s.,:;/()'\-]", text) and not self._control.search(text)
+        """Returns whether a text is only words and light punctuation, and may stand in text of the template.
+
+        A word that could be a part of a control token is not plain, because the template may put the rest around it:
+        ``<`` and ``>`` around ``image``.
+        """
+        if NOT_LIGHT.search(text) or self._control.search(text):
+            return False
+        word = text.strip().lower()
+        return text in NOTATION or not word or not self._may_be_part(word)
+
+    def _may_be_part(self, word: str) -> bool:
+        return word in self._within or word.endswith(self._starts) or word.startswith(self._ends)
 
     def _verify(self, stock: Tokenizer, tokenizer: PreTrainedTokenizerBase) -> None:
         """Checks that the twin gives every control token as the stock tokenizer does, and none for its plain string."""

@@ -3,7 +3,7 @@
 Content is a string or a list of parts:
 
 =============  ========================================================================================
-``text``       ``{"text": str}``; in user and system messages ``IMAGE#NAME`` and ``FILE#NAME`` are handles
+``text``       ``{"text": str}``; in user messages ``IMAGE#NAME`` and ``FILE#NAME`` are handles
 ``image_url``  ``{"image_url": {"url": data URL or file id}}`` (or the url itself)
 ``video_url``  ``{"video_url": {"url": data URL or file id}}`` (or the url itself): a clip
 ``image``      ``{"image": data URL or file id}``, or ``file_id`` / ``handle``
@@ -14,32 +14,42 @@ Content is a string or a list of parts:
 
 Every part but ``text`` may have a ``name``: its label in this conversation; a handle is a name by itself.
 
-Handles are matched at word level, anywhere in a text: ``compare the tower in IMAGE#EIFFEL2025 with IMAGE#LOUVRE.``.
-A name is ``[A-Za-z0-9_.-]{1,64}``; the longest name that exists wins, after taking trailing ``.`` and ``-`` off one
-by one, so a full stop ends the sentence unless someone named a file with one. The case of names is ignored. The first
-mention in a conversation links the chunk in place; later ones become its label (``image EIFFEL2025``, ``document
+Handles are matched at word level, anywhere in a user's text: ``compare the tower in IMAGE#EIFFEL2025 with
+IMAGE#LOUVRE.``. A name is made of the letters, digits and marks of any script, ``_``, ``.`` and ``-``
+(``mpic.handles``). It is never cut within a word: the whole word has to exist, except that trailing ``.`` and ``-`` are
+taken off one by one, so that a full stop ends the sentence unless someone named a file with one, and that an ASCII name
+ends where another script begins, because Chinese and Japanese put no space there. The case of names is ignored. The
+first mention in a conversation links the chunk in place; later ones become its label (``image EIFFEL2025``, ``document
 REPORT``), as plain text: the content is in context already.
+
+What names nothing stays text, and so does what is escaped: ``IMAGE\\#EIFFEL2025`` is ``IMAGE#EIFFEL2025`` in the
+prompt, and of several backslashes one is taken. ``Handles`` collects what stayed text unescaped.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from mpic.bounded_json import Bounds
 from mpic.cancel import checkpoint
 from mpic.errors import BadRequest, EmptyPrompt, MPICError, UnknownHandle, cut
+from mpic.handles import KINDS, LONGEST, canonical, end_of_name, folded
 from mpic.kv.chunk import Chunk
 from mpic.prompt.data_url import decode_clip_url, decode_data_url
 from mpic.prompt.tool_calls import ToolCallReader
 
 HandleKind = Literal["image", "file"]
 
-HANDLE = re.compile(r"(?<![A-Za-z0-9_])(IMAGE|FILE)#([A-Za-z0-9_.\-]+)")
-HANDLE_CHARS = 64
-HANDLE_KINDS = ("IMAGE", "FILE")
+BEGINS = re.compile(r"(?<![A-Za-z0-9_])(?:IMAGE|FILE)\\*+#")
+ASCII_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
+WRITTEN_CHARS = 4 * LONGEST
+"""Most characters in which a handle may be written: decomposed, one character is four at most."""
+NOTED = 32
+"""Most handles of a request that are reported because they stayed text."""
 MAX_UNKNOWN = 1 << 12
 """Most names that are looked up for one conversation and do not exist: every ``.`` and ``-`` behind a handle can make
 another one."""
@@ -82,6 +92,40 @@ class Resolver(Protocol):
         ...
 
 
+@dataclass
+class Handles:
+    """The reading of the handles in the texts of one request.
+
+    Args:
+        on: False leaves all of them text, escaped ones as they are.
+
+    Attributes:
+        unlinked: handles that stayed text, as they were written, and why; ``NOTED`` at most.
+    """
+
+    on: bool = True
+    unlinked: dict[str, str] = field(default_factory=dict)
+
+    def note(self, handle: str, why: str) -> None:
+        """Notes a handle that stays text."""
+        if len(self.unlinked) < NOTED:
+            self.unlinked.setdefault(handle, why)
+
+
+class Mention(NamedTuple):
+    """A handle in a text: its place ``[start, end)``, its kind, how often it is escaped, and its name as written."""
+
+    start: int
+    end: int
+    kind: HandleKind
+    escapes: int
+    written: str
+
+    @property
+    def name_start(self) -> int:
+        return self.end - len(self.written)
+
+
 @dataclass(frozen=True)
 class Text:
     """Text of a client. ``part`` is the number of the content part it came from: texts of different parts may be
@@ -107,7 +151,7 @@ class Message:
     """A message.
 
     Args:
-        content: texts and references in order; empty only for assistant and tool messages.
+        content: texts and references in order; blank only in assistant and tool messages.
         is_string: the client sent a string, not a list of parts.
         fields: other fields that the template may read (``name``, ``tool_calls``, ``tool_call_id``,
             ``reasoning_content``), as sent, except that the arguments of tool calls are parsed from JSON.
@@ -119,15 +163,23 @@ class Message:
     param: str
     fields: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_blank(self) -> bool:
+        """Returns whether it has neither words nor chunks."""
+        return all(isinstance(item, Text) and not WORD.search(item.text) for item in self.content)
 
-def parse_messages(messages: Any, resolver: Resolver, values: int = Bounds.values) -> list[Message]:
+
+def parse_messages(
+    messages: Any, resolver: Resolver, values: int = Bounds.values, handles: Handles | None = None
+) -> list[Message]:
     """Validates a conversation and resolves the chunks that it refers to.
 
     Args:
+        handles: how handles in texts are read; None reads them and keeps no notes.
         values: most values that the arguments of its tool calls may hold together (``tool_calls``).
 
     Raises:
-        EmptyPrompt: no messages, or a user or system message without content.
+        EmptyPrompt: no messages, or a user message without content. An empty system message is left out.
         BadRequest: a field is invalid; ``param`` is its path, for example ``messages[0].content[2].type``.
         MPICError: see the resolver (UnknownHandle, FileNotFound, InvalidImage, ...).
     """
@@ -135,18 +187,23 @@ def parse_messages(messages: Any, resolver: Resolver, values: int = Bounds.value
         raise BadRequest("messages must be a list of objects", param="messages")
     if not messages:
         raise EmptyPrompt("messages is empty: send at least one", param="messages")
-    parser = _Parser(resolver, values)
-    return [parser.message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+    parser = _Parser(resolver, values, handles or Handles())
+    parsed = [parser.message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+    kept = [message for message in parsed if message.role != "system" or not message.is_blank]
+    if not kept:
+        raise EmptyPrompt("the system message has no content", param=f"{parsed[0].param}.content")
+    return kept
 
 
 class _Parser:
     """Parses one conversation; remembers, case-folded, the handles it has linked and names that do not exist."""
 
-    def __init__(self, resolver: Resolver, values: int) -> None:
+    def __init__(self, resolver: Resolver, values: int, handles: Handles) -> None:
         self.resolver = resolver
+        self.handles = handles
         self.calls = ToolCallReader(values)
         self.linked: dict[tuple[HandleKind, str], str] = {}
-        self.unknown: set[tuple[HandleKind, str]] = set()
+        self.unknown: dict[tuple[HandleKind, str], str] = {}
 
     def message(self, message: Any, param: str) -> Message:
         checkpoint()
@@ -161,6 +218,8 @@ class _Parser:
         fields = _fields(message, role, param, self.calls)
         content, where = message.get("content"), f"{param}.content"
         if content is None:
+            if role in ("system", "tool"):
+                raise BadRequest(f"a {role} message needs content", param=where)
             items = []
         elif isinstance(content, str):
             items = self._text(content, role, 0, where)
@@ -168,10 +227,10 @@ class _Parser:
             items = [item for i, p in enumerate(content) for item in self._part(p, role, i, f"{where}[{i}]")]
         else:
             raise BadRequest("content must be a string or a list of parts", param=where)
-        blank = all(isinstance(item, Text) and not WORD.search(item.text) for item in items)
-        if blank and role in ("user", "system"):
-            raise EmptyPrompt(f"the {role} message has no content", param=where)
-        return Message(role, tuple(items), not isinstance(content, list | tuple), param, fields)
+        parsed = Message(role, tuple(items), not isinstance(content, list | tuple), param, fields)
+        if role == "user" and parsed.is_blank:
+            raise EmptyPrompt("the user message has no content", param=where)
+        return parsed
 
     def _part(self, part: Any, role: str, index: int, param: str) -> list[Text | Ref]:
         if not isinstance(part, Mapping):
@@ -220,7 +279,7 @@ class _Parser:
             handle_kind: HandleKind = "file" if kind == "file" else "image"
             handle = _string(part, "handle", param)
             found = _blame(f"{param}.handle", self.resolver.by_handle, handle_kind, handle)
-            self.linked.setdefault((handle_kind, handle.casefold()), _label(found, name or handle))
+            self.linked.setdefault((handle_kind, folded(handle)), _label(found, name or handle))
             return found, handle
         if "file_data" in part:
             raise BadRequest(
@@ -255,15 +314,22 @@ class _Parser:
         items: list[Text | Ref] = []
         plain = ""  # text since the last reference
         at = 0
-        for match in find_handles(text) if role in ("user", "system") else ():
-            kind: HandleKind = "image" if match[1] == "IMAGE" else "file"
-            name, found = self._mention(kind, match[2], param)
+        for mention in find_handles(text) if self.handles.on and role in ("user", "system") else ():
+            if role == "system":
+                why = "handles are read in messages of users; another message names a file by a part"
+                self.handles.note(_shown(mention), why)
+                continue
+            if mention.escapes:
+                plain += text[at : mention.name_start - 2] + "#"
+                at = mention.name_start
+                continue
+            name, found = self._mention(mention, param)
             if name is None:
                 continue
-            plain += text[at : match.start()]
-            at = match.start(2) + len(name)
+            plain += text[at : mention.start]
+            at = mention.name_start + len(name)
             if found is None:
-                plain += self.linked[kind, name.casefold()]
+                plain += self.linked[mention.kind, folded(name)]
                 continue
             if plain:
                 items.append(Text(plain, part))
@@ -274,55 +340,78 @@ class _Parser:
             items.append(Text(plain, part))
         return items
 
-    def _mention(self, kind: HandleKind, written: str, param: str) -> tuple[str | None, Found | None]:
-        """Returns the name of a mention and what it stands for: chunks, None if they are linked already, or the name
-        itself if it is not a handle."""
-        shortest = written.rstrip(".-")
-        if not shortest:
-            return None, None
-        longest = min(len(written), HANDLE_CHARS)
-        names = [written[:n] for n in range(longest, len(shortest) - 1, -1)]
-        for name in names:
-            key = kind, name.casefold()
+    def _mention(self, mention: Mention, param: str) -> tuple[str | None, Found | None]:
+        """Returns the name of a mention and what it stands for: chunks, or None if they are linked already. One that
+        stays text has no name."""
+        kind, why = mention.kind, f"a handle has at most {LONGEST} characters"
+        for name in _names(mention.written):
+            key = kind, folded(name)
             if key in self.linked:
                 return name, None
-            # never so for all names of a mention: one of nothing that exists ends the parsing
             if key in self.unknown:
+                why = self.unknown[key]
                 continue
             try:
                 found = _blame(param, self.resolver.by_handle, kind, name)
             except UnknownHandle as error:
                 if len(self.unknown) == MAX_UNKNOWN:
                     raise BadRequest(
-                        f"the messages hold more than {MAX_UNKNOWN:,} names that do not exist: put a space between "
-                        "a handle and the . and - behind it",
+                        f"the messages hold more than {MAX_UNKNOWN:,} names that do not exist: if they are no handles, "
+                        "set mpic.handles to false",
                         param=param,
                     ) from error
-                unknown = error
-                self.unknown.add(key)
+                self.unknown[key] = why = error.message
                 continue
             self.linked[key] = _label(found, name)
             return name, found
-        if not names:
-            unknown = UnknownHandle(
-                f"{kind.upper()}#{shortest[:HANDLE_CHARS]}...: a handle has at most {HANDLE_CHARS} characters",
-                param=param,
-            )
-        raise unknown
+        if mention.written.strip(".-"):
+            self.handles.note(_shown(mention), why)
+        return None, None
 
 
-def find_handles(text: str) -> Iterator[re.Match[str]]:
-    """Yields the handles in a text, left to right. Text without handles is skipped quickly."""
+def find_handles(text: str) -> Iterator[Mention]:
+    """Yields the handles in a text, left to right, escaped ones too. Text without ``#`` is skipped quickly."""
     at = 0
     while (mark := text.find("#", at)) >= 0:
         checkpoint()
-        start = next(
-            (mark - n for n in (5, 4) if n <= mark - at and text[mark - n : mark] in HANDLE_KINDS), None
-        )
-        match = None if start is None else HANDLE.match(text, start)
-        if match:
-            yield match
-        at = match.end() if match else mark + 1
+        word = mark
+        while word > at and text[word - 1] == "\\":
+            word -= 1
+        kind = next((kind for kind in KINDS if text.endswith(kind, at, word)), None)
+        at = mark + 1
+        if kind is None or not (begins := BEGINS.match(text, word - len(kind))):
+            continue
+        at = end_of_name(text, mark + 1)
+        if at > mark + 1:
+            written = text[mark + 1 : at]
+            yield Mention(begins.start(), at, "image" if kind == "IMAGE" else "file", mark - word, written)
+
+
+def _names(written: str) -> Iterator[str]:
+    """Yields the names that a word behind ``#`` may stand for, the longest first."""
+    yield from _without_stops(written)
+    ascii = ASCII_NAME.match(written)
+    if ascii and ascii.end() < len(written) and _another_script(written[ascii.end()]):
+        yield from _without_stops(ascii[0])
+
+
+def _without_stops(written: str) -> Iterator[str]:
+    shortest = len(written.rstrip(".-"))
+    if not 0 < shortest <= WRITTEN_CHARS:
+        return
+    room = LONGEST - len(canonical(written[:shortest]))
+    for n in range(min(len(written), shortest + room), shortest - 1, -1):
+        yield written[:n]
+
+
+def _another_script(letter: str) -> bool:
+    return letter.isalpha() and not unicodedata.name(letter, "LATIN").startswith("LATIN")
+
+
+def _shown(mention: Mention) -> str:
+    """Returns a handle that stays text, for its note."""
+    name = mention.written.rstrip(".-") or mention.written
+    return f"{mention.kind.upper()}#{name[:LONGEST]}{'...' if len(name) > LONGEST else ''}"
 
 
 def _chunks(found: Found) -> list[Chunk]:

@@ -30,6 +30,7 @@ class Placeholders:
     def __init__(self) -> None:
         self.nonce = secrets.token_hex(16)
         self.values: list[str | Ref] = []
+        self._named: dict[str, str] = {}
 
     def _new(self, value: str | Ref) -> str:
         self.values.append(value)
@@ -49,9 +50,14 @@ class Placeholders:
 
     def tree(self, value: Any, is_plain: Callable[[str], bool]) -> Any:
         """Returns a JSON-like value (tools, tool calls) with placeholders for its strings and keys, except plain
-        words, which templates may compare with names such as ``string`` or ``required``."""
+        words, which templates may compare with names such as ``string`` or ``required``. Equal strings get equal
+        placeholders, because templates look for the names of properties among those that are required."""
         if isinstance(value, str):
-            return value if is_plain(value) else self.text(value)
+            if is_plain(value):
+                return value
+            if value not in self._named:
+                self._named[value] = self.text(value)
+            return self._named[value]
         if isinstance(value, dict | list | tuple):
             checkpoint()
         if isinstance(value, dict):

@@ -57,6 +57,8 @@ class Rendering:
         message = self._without_reasoning(message)
         shape = "user" if message.role == "tool" else message.role
         as_parts, as_string = shape in self.abilities.parts, shape in self.abilities.strings
+        if message.role == "tool" and as_string:  # many templates print the result of a tool as it is
+            as_parts = False
         items = self._close_up(self._spell_out(message.content, as_parts))
         atoms: list[Atom] = []
         groups: list[str | dict[str, Any]] = []

@@ -35,7 +35,7 @@ from mpic.kv.chunk import Chunk
 from mpic.prompt.bounds import Limit
 from mpic.prompt.guarded_tokenizer import Cut, GuardedTokenizer, Trusted
 from mpic.prompt.markers import image_markers
-from mpic.prompt.messages import Message, Ref, Resolver, Text, parse_messages
+from mpic.prompt.messages import Handles, Message, Ref, Resolver, Text, parse_messages
 from mpic.prompt.probes import TEMPLATE_ERRORS, Abilities, probe
 from mpic.prompt.rendering import Rendering
 from mpic.prompt.segments import ChunkSegment, Prompt, Segment, TextSegment
@@ -231,6 +231,7 @@ def build_prompt(
     tools: Sequence[Mapping] | None = None,
     owner: str | None = None,
     values: int = Bounds.values,
+    handles: Handles | None = None,
 ) -> Prompt:
     """Returns the prompt of an OpenAI-shaped conversation, ready for the model's answer; its last segment is text.
 
@@ -240,13 +241,13 @@ def build_prompt(
         resolver: finds the chunks of the user who makes the request.
         tools: the request's ``tools``.
         owner: see ``ChatTemplate.prompt``.
-        values: see ``parse_messages``.
+        values, handles: see ``parse_messages``.
 
     Raises:
         BadRequest: see ``parse_messages`` and ``ChatTemplate.prompt``; ``param`` names the field.
         MPICError: see the resolver.
     """
-    parsed = parse_messages(messages, resolver, values)
+    parsed = parse_messages(messages, resolver, values, handles)
     for i, tool in enumerate(tools or ()):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):

@@ -23,10 +23,12 @@ class ToolCallReader:
         self._values = self._left = values
 
     def read(self, calls: Any, param: str) -> list[dict[str, Any]]:
-        """Returns the calls of one message; arguments that are JSON of an object are parsed.
+        """Returns the calls of one message, with their arguments as objects. Some clients and models write ``""`` or
+        ``null`` for none.
 
         Raises:
-            BadRequest: a call is invalid, or its arguments are too much with those of the calls before it.
+            BadRequest: a call is invalid, its arguments are no object, or they are too much with those of the calls
+                before it.
         """
         if not isinstance(calls, list | tuple):
             raise BadRequest("tool_calls must be a list", param=param)
@@ -38,29 +40,35 @@ class ToolCallReader:
                 raise BadRequest(
                     "a tool call must have a function with a name", param=f"{param}[{i}].function"
                 )
-            arguments = function.get("arguments", {})
-            if isinstance(arguments, str):
-                arguments = self._object(arguments, f"{param}[{i}].function.arguments")
+            arguments = self._object(function.get("arguments"), f"{param}[{i}].function.arguments")
             parsed.append({**call, "function": {**function, "arguments": arguments}})
         return parsed
 
-    def _object(self, arguments: str, param: str) -> Any:
-        """Parses arguments that are JSON of an object; returns others as they are."""
-        if not arguments.lstrip().startswith("{"):
-            return arguments
+    def _object(self, arguments: Any, param: str) -> Mapping[str, Any]:
+        if arguments is None or (isinstance(arguments, str) and arguments.strip() in ("", "null")):
+            return {}
+        if isinstance(arguments, str):
+            arguments = self._parsed(arguments, param)
+        if not isinstance(arguments, Mapping):
+            raise BadRequest("the arguments of a tool call must be a JSON object", param=param)
+        return arguments
+
+    def _parsed(self, arguments: str, param: str) -> Any:
         try:
             value = bounded_json.read(arguments.encode(), bounded_json.Bounds(values=self._left))
         except bounded_json.TooMuch as error:
-            if error.what == "depth":
-                return arguments
             if error.what == "values":
                 what = f"the arguments of all tool calls together have more than {self._values:,} values"
             else:
                 what = f"the arguments of a call have {error}"
             raise BadRequest(what, param=param) from error
-        except (ValueError, RecursionError):  # half of a surrogate pair among them
-            return arguments
-        if not isinstance(value, dict):
-            return arguments
+        except bounded_json.HalfPair as error:
+            raise BadRequest(f"the arguments of a tool call are not text: {error}", param=param) from error
+        except (ValueError, RecursionError) as error:
+            raise BadRequest(f"the arguments of a tool call are not JSON: {error}", param=param) from error
+        if not bounded_json.is_finite(value):
+            raise BadRequest(
+                "the arguments of a tool call hold a number that JSON does not have", param=param
+            )
         self._left -= bounded_json.count(value)
         return value

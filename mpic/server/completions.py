@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from itertools import islice
 from typing import Any, Protocol
 
-from mpic.engine.base import Delta, GenerationUsage, RetrievalRound, TokenLogprob
+from mpic.engine.base import Delta, GenerationUsage, RetrievalRound, TokenLogprob, linked_at_once
 from mpic.server.tool_parser import ToolCallParser
 
 REPLACEMENT = "\ufffd"
@@ -41,6 +42,7 @@ class CompletionWriter:
         trace: True includes the source of every token of the prompt.
         rounds: searches made before the answer; None when the request wants no retrieval.
         tools: finds calls of tools in the text.
+        unlinked: handles in the request that stayed text, and why.
     """
 
     id: str
@@ -52,6 +54,7 @@ class CompletionWriter:
     trace: bool = False
     rounds: tuple[RetrievalRound, ...] | None = None
     tools: bool = False
+    unlinked: Mapping[str, str] = field(default_factory=dict)
     _parsers: dict[int, ToolCallParser] = field(init=False, default_factory=dict)
     _tokens: dict[int, tuple[str, list[int] | None]] = field(init=False, default_factory=dict)
 
@@ -114,8 +117,12 @@ class CompletionWriter:
         ours: dict[str, Any] = {
             "policy": usage.policy,
             "tokens": {
-                name: getattr(usage, name)
-                for name in ("reused", "recomputed", "prefix_hit", "computed", "packet", "compiled")
+                "reused": usage.found,
+                "recomputed": usage.recomputed,
+                "prefix_hit": usage.prefix_hit,
+                "computed": usage.spent,
+                "packet": usage.packet,
+                "compiled": usage.compiled,
             },
             "ms": {
                 name: round(getattr(usage, f"{name}_ms"), 3)
@@ -124,15 +131,17 @@ class CompletionWriter:
             "preemptions": usage.preemptions,
             "chunks": [{**asdict(c), "ms": round(c.ms, 3)} for c in usage.chunks],
         }
+        if self.unlinked:
+            ours["unlinked_handles"] = [{"handle": h, "reason": why} for h, why in self.unlinked.items()]
         if self.rounds is not None:
-            ours["retrieval"] = [_round(one) for one in (*self.rounds, *usage.retrieval)]
+            ours["retrieval"] = [*map(_round, self.rounds), *_later_rounds(usage)]
         if self.trace:
             ours["trace"] = self._trace(usage)
         return {
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": usage.reused + usage.prefix_hit},
+            "prompt_tokens_details": {"cached_tokens": usage.saved},
             "mpic": ours,
         }
 
@@ -181,7 +190,8 @@ class CompletionWriter:
             bytes_ = list(text.encode()) if REPLACEMENT not in text else self._bytes(id)
             self._tokens[id] = text, bytes_
         text, bytes_ = self._tokens[id]
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": bytes_}
+        # in this order, because what is no number becomes the least one, too: JSON has neither
+        return {"token": text, "logprob": max(-9999.0, logprob), "bytes": bytes_}
 
     def _bytes(self, id: int) -> list[int] | None:
         """Returns the bytes of a token that is no text by itself; None where its name does not show them."""
@@ -198,6 +208,16 @@ def citation_annotations(rounds: Sequence[RetrievalRound]) -> list[dict[str, Any
         for one in rounds
         for citation in one.citations
     ]
+
+
+def _later_rounds(usage: GenerationUsage) -> Iterator[dict[str, Any]]:
+    """Yields the searches made during the answer. The chunks that they inserted, one for each citation, are the last of
+    the prompt."""
+    inserted = sum(len(one.citations) for one in usage.retrieval)
+    chunks = iter(usage.chunks[len(usage.chunks) - inserted :])
+    for one in usage.retrieval:
+        new = linked_at_once(islice(chunks, len(one.citations)))
+        yield _round(replace(one, reused=one.reused - new))
 
 
 def _round(one: RetrievalRound) -> dict[str, Any]:

@@ -6,7 +6,9 @@ client names. Here the client has no choice, and all texts of a form have one bo
 
 from __future__ import annotations
 
+import re
 from contextlib import aclosing
+from urllib.parse import unquote_to_bytes
 
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData, Headers
@@ -23,6 +25,11 @@ MAX_FILES, MAX_FIELDS = 1, 32
 """Most files and other fields of an upload's form. A file takes a descriptor once it is spooled to disk, and one for
 each connection is counted on (``descriptors.PER_CONNECTION``). No route knows as many fields: this is so that a refusal
 can still name an unknown one."""
+EXTENDED_NAME = re.compile(
+    rb""""(?:\\.|[^"\\])*+"?|;\s*filename\*\s*=\s*"?(?P<charset>[\w-]*)'[\w-]*'(?P<name>[^;"\s]++)""",
+    re.IGNORECASE | re.DOTALL,
+)
+"""A quoted text, or a file's name with its charset."""
 TEXT_BYTES = 1 << 19
 """Bytes that all texts of an upload's form may take together. They are in memory until the answer has ended, with up to
 four times as many bytes if they are not ASCII. The largest metadata takes some 410 KiB if its JSON escapes every
@@ -83,11 +90,30 @@ async def read_form(request: Request) -> FormData:
             raise BadRequest(why) from error
 
 
+def _with_plain_name(disposition: bytes) -> bytes:
+    """Returns a Content-Disposition whose ``filename`` is what its ``filename*`` says, if it has one (RFC 5987)."""
+    for found in EXTENDED_NAME.finditer(disposition):
+        if found["name"] is None:  # a quoted text, in which nothing counts
+            continue
+        codec = "latin-1" if found["charset"].lower() == b"iso-8859-1" else "utf-8"
+        name = unquote_to_bytes(found["name"]).decode(codec, "replace").encode()
+        quoted = re.sub(rb'[\\"]', rb"\\\g<0>", name)
+        return disposition + b'; filename="' + quoted + b'"'
+    return disposition
+
+
 class _UploadParser(MultiPartParser):
     """Starlette's parser, with a bound on all texts of a form together, each of which has to be UTF-8. Names of files
-    that are not are read as Latin-1, as Starlette does: they are what a file happens to be called."""
+    that are not are read as Latin-1, as Starlette does: they are what a file happens to be called. ``filename*`` counts
+    too: RFC 7578 wants none in a form, and clients send it all the same for names that are not ASCII."""
 
     _text_bytes = 0
+
+    def on_headers_finished(self) -> None:
+        part = self._current_part
+        if part.content_disposition is not None:
+            part.content_disposition = _with_plain_name(part.content_disposition)
+        super().on_headers_finished()
 
     def on_part_data(self, data: bytes, start: int, end: int) -> None:
         if self._current_part.file is None:

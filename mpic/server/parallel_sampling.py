@@ -83,7 +83,9 @@ class ParallelSampling:
 
 
 def merge_usage(usages: Sequence[GenerationUsage]) -> GenerationUsage:
-    """Returns the usage of several answers: the prompt once, as OpenAI counts it, and every completion."""
+    """Returns the usage of several answers: the prompt once, as OpenAI counts it, and every completion. Of the prompt's
+    counts, those of the answer that cost most: the others may have found what it computed and compiled."""
     if not usages:
         return GenerationUsage()
-    return replace(usages[0], completion_tokens=sum(usage.completion_tokens for usage in usages))
+    first = max(usages, key=lambda usage: (usage.spent, usage.compiled))
+    return replace(first, completion_tokens=sum(usage.completion_tokens for usage in usages))

@@ -17,7 +17,7 @@ from mpic.link import Policy
 from mpic.prompt import build_prompt
 from mpic.prompt.calls import NOTHING, CallStyle, find_style, search_tools
 from mpic.prompt.guarded_tokenizer import Trusted
-from mpic.prompt.messages import Ref, Text, parse_messages
+from mpic.prompt.messages import Handles, Ref, Text, parse_messages
 from mpic.prompt.segments import Prompt, Segment, TextSegment
 from mpic.prompt.template import ChatTemplate
 from mpic.retriever import Query, Retriever, SearchHit
@@ -115,10 +115,11 @@ class AutoRetrieval(Retrieval):
         return self._style.spell(self._template, references, number)
 
 
-def query_of(messages: Sequence[Mapping[str, Any]], resolver: LibraryResolver) -> Query:
+def query_of(messages: Sequence[Mapping[str, Any]], resolver: LibraryResolver, handles: Handles) -> Query:
     """Returns the text and the images of the last user message as a query."""
     last = [m for m in messages if m["role"] == "user"][-1:]
-    items = [item for message in parse_messages(last, resolver) for item in message.content] if last else []
+    parsed = parse_messages(last, resolver, handles=handles) if last else []
+    items = [item for message in parsed for item in message.content]
     texts = [item.text for item in items if isinstance(item, Text)]
     loaders = [item.chunk.load_image for item in items if isinstance(item, Ref)]
     return Query("\n".join(texts), tuple(load for load in loaders if load is not None))
@@ -162,6 +163,7 @@ def prompt_with_references(
     query: Query,
     state: State,
     resolver: LibraryResolver,
+    handles: Handles,
 ) -> tuple[Prompt, RetrievalRound]:
     """Searches, and returns a prompt with the references that were found (mode ``always``)."""
     hits, round = searcher.round(query)
@@ -169,7 +171,7 @@ def prompt_with_references(
     if style is None:
         messages = insert_references(messages, hits)
     values = state.config.server.max_body_values
-    prompt = build_prompt(messages, state.template, resolver, [], resolver.user, values)
+    prompt = build_prompt(messages, state.template, resolver, [], resolver.user, values, handles)
     if style is not None and hits:
         prompt = with_simulated_call(prompt, state.template, style, query, hits, state.library.references)
     return prompt, round
@@ -182,6 +184,7 @@ def prompt_with_search(
     state: State,
     resolver: LibraryResolver,
     policy: Policy,
+    handles: Handles,
 ) -> tuple[Prompt, AutoRetrieval]:
     """Returns a prompt that offers the search, and the search itself (mode ``auto``).
 
@@ -191,7 +194,7 @@ def prompt_with_search(
     style = call_style(state.template, state.config.retrieval)
     tools = search_tools(style) or []
     values = state.config.server.max_body_values
-    prompt = build_prompt(messages, state.template, resolver, tools, resolver.user, values)
+    prompt = build_prompt(messages, state.template, resolver, tools, resolver.user, values, handles)
     state.retriever.soon(prefetch_likely, searcher, query, state.engine, policy)
     return prompt, AutoRetrieval(searcher, state.template, style)
 

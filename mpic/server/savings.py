@@ -101,16 +101,17 @@ class SavingsLedger:
         self._chunks: dict[tuple[str, str], ChunkReuse] = {}
         self._answers: list[tuple[str, float, float]] = []
 
-    def answered(self, user: str, usage: GenerationUsage) -> None:
-        """Counts an answer that has ended, unless it ended before its first token."""
+    def answered(self, user: str, usage: GenerationUsage, answers: int = 1) -> None:
+        """Counts the answers to a prompt that have ended, unless they ended before the first token. The prompt counts
+        once for all of them."""
         if not usage.ttft_ms:
             return
         now = self._clock()
         day = time.strftime("%Y-%m-%d", time.gmtime(now))
         with self._counting:
-            self._days[user, day, "answers"] += 1
+            self._days[user, day, "answers"] += answers
             self._days[user, day, "prompt"] += usage.prompt_tokens
-            self._days[user, day, "saved"] += usage.reused + usage.prefix_hit
+            self._days[user, day, "saved"] += usage.saved
             for chunk in usage.chunks:
                 if chunk.reused and chunk.tier != "compiled":
                     old = self._chunks.get((user, chunk.key), ChunkReuse(0, 0, now))

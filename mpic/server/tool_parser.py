@@ -1,5 +1,5 @@
 """Finds tool calls in an answer's text, in the form of Hermes and Qwen: ``<tool_call>`` around JSON of a name and its
-arguments.
+arguments, for which some models write ``parameters``.
 
 Text that may still become a call is held back. Text that turns out to be none is given out as it was written.
 """
@@ -14,7 +14,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class ParsedToolCall(NamedTuple):
-    """A tool call; ``arguments`` is JSON."""
+    """A tool call; ``arguments`` is JSON of an object."""
 
     id: str
     name: str
@@ -73,15 +73,14 @@ class ToolCallParser:
 
     def _call(self, body: str, close: str) -> ParsedToolCall | str:
         try:
-            value = json.loads(body)
-            json.dumps(value, ensure_ascii=False).encode()  # an escape can spell half of a surrogate pair
-        except (ValueError, RecursionError):
+            call = json.loads(body)
+            name, arguments = call["name"], call.get("arguments", call.get("parameters"))
+            if isinstance(arguments, str):
+                arguments = json.loads(arguments.strip() or "null")
+            written = json.dumps({} if arguments is None else arguments, ensure_ascii=False, allow_nan=False)
+            (name + written).encode()  # an escape can spell half of a surrogate pair
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return OPEN + body + close
-        name, arguments = (
-            (value.get("name"), value.get("arguments", {})) if isinstance(value, dict) else (None, None)
-        )
-        if not isinstance(name, str) or not isinstance(arguments, dict):
+        if not isinstance(name, str) or not isinstance(arguments, dict | None):
             return OPEN + body + close
-        return ParsedToolCall(
-            f"call_{secrets.token_hex(12)}", name, json.dumps(arguments, ensure_ascii=False)
-        )
+        return ParsedToolCall(f"call_{secrets.token_hex(12)}", name, written)

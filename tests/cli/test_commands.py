@@ -129,6 +129,25 @@ def test_tab_completes_commands_policies_and_uploads(url, image):
         assert complete("IMAGE#NOBODY") == [] and "IMAGE#CLI_RED" in complete("and ")
 
 
+def test_a_name_in_another_script_is_uploaded_completed_asked_about_shown_and_deleted(mpic, url, tmp_path):
+    names = {"图片.png": "IMAGE#图片", "фото.png": "IMAGE#ФОТО", "हिन्दी.txt": "FILE#हिन्दी"}
+    names["😀.png"] = "IMAGE#IMAGE_1F600"
+    paths = [tmp_path / name for name in names]
+    for i, path in enumerate(paths):
+        path.write_bytes(png((i, 9, 9)) if path.suffix == ".png" else b"some words")
+    uploaded = json.loads(mpic("upload", *paths, "--json"))
+    with MPIC(url) as client:
+        found = [client.files.retrieve(one["id"]) for one in uploaded]
+        assert {file.filename: file.mention for file in found} == names
+        for file in found:
+            assert tab_matches(client, (), f"see {file.mention[:-1]}", file.mention[:-1]) == [file.mention]
+            for written in (file.mention, file.mention.partition("#")[0] + "#" + file.handle.lower()):
+                usage = client.chat.completions.create(f"{written}, what?", max_tokens=1).usage.mpic
+                assert len(usage.chunks) == 1 and usage.unlinked_handles is None
+            assert file.id in mpic("files", "show", file.handle.lower())
+            mpic("files", "delete", file.mention)
+
+
 def test_asking_again_replaces_the_answer(url, image):
     with MPIC(url) as client:
         session = ReplSession(client, {"max_tokens": 3}, "mpic-4")

@@ -137,7 +137,7 @@ def test_the_servers_errors_are_raised_here(client, stream):
         ask(policy="best")
     assert caught.value.status == 400 and "best" in caught.value.message
     with pytest.raises(mpic.UnknownHandle, match="NOBODY"):
-        ask("IMAGE#NOBODY")
+        ask([{"role": "user", "content": [{"type": "image", "handle": "NOBODY"}]}])
     with pytest.raises(mpic.ContextLengthExceeded):
         ask("x" * 5000)
     with pytest.raises(mpic.UnsupportedParameter, check=lambda error: error.param == "verbosity"):

@@ -1,7 +1,8 @@
 """Parsing and validation of OpenAI-shaped messages, and the handles in their texts."""
 
 import base64
-from contextlib import nullcontext
+import re
+import unicodedata
 from itertools import product
 
 import pytest
@@ -18,16 +19,18 @@ from mpic.errors import (
     MPICError,
     UnknownHandle,
 )
+from mpic.handles import canonical, folded
 from mpic.prompt import messages as parser
-from mpic.prompt.messages import HANDLE, Ref, Text, find_handles, parse_messages
+from mpic.prompt.messages import NOTED, Handles, Ref, Text, find_handles, parse_messages
 
 PNG = "data:image/png;base64," + base64.b64encode(b"\x89PNG and so on").decode()
 USER, ASSISTANT = {"role": "user", "content": "x"}, {"role": "assistant"}
 
 
 def resolver() -> DictResolver:
-    names = ("EIFFEL2025", "LOUVRE2025", "v1.2", "V.", "a-b")
-    return DictResolver(lambda text: tuple(text.encode()), names, {"REPORT": "profit rose", "notes.txt": "x"})
+    names = ("EIFFEL2025", "LOUVRE2025", "v1.2", "V.", "a-b", "图片")
+    files = dict.fromkeys(("REPORT", "notes.txt", "ОТЧЁТ", "हिन्दी"), "profit rose")
+    return DictResolver(lambda text: tuple(text.encode()), names, files)
 
 
 def content(value, role="user", found=None):
@@ -43,28 +46,77 @@ def content(value, role="user", found=None):
     "text, expected",
     [
         ("in IMAGE#EIFFEL2025 with IMAGE#LOUVRE2025.", ["in ", "@EIFFEL2025", " with ", "@LOUVRE2025", "."]),
-        ("IMAGE#EIFFEL2025IMAGE#LOUVRE2025", None),
+        ("IMAGE#EIFFEL2025IMAGE#LOUVRE2025", "same"),
+        ("IMAGE#LOUVRE2025IMAGE#EIFFEL2025 FILE#REPORTS", "same"),
         ("(IMAGE#EIFFEL2025)'s", ["(", "@EIFFEL2025", ")'s"]),
         ("IMAGE#v1.2... FILE#notes.txt, FILE#REPORT-", ["@v1.2", "... ", "@notes.txt", ", ", "@REPORT", "-"]),
         ("see IMAGE#V.. or IMAGE#V.", ["see ", "@V.", ". or image V."]),
         ("IMAGE#a-b--- FILE#EIFFEL2025", ["@a-b", "--- ", "@EIFFEL2025"]),
         ("IMAGE# FILE#. IMAGE#-. image#x MYIMAGE#x IMAGE##x", "same"),
         ("FILE#REPORT says; in FILE#REPORT, so", ["@REPORT", " says; in document REPORT, so"]),
-        ("é IMAGE#EIFFEL2025é", ["é ", "@EIFFEL2025", "é"]),
+        ("é IMAGE#EIFFEL2025, é", ["é ", "@EIFFEL2025", ", é"]),
+        ("IMAGE#EIFFEL2025é IMAGE#EIFFEL2025\u0301", "same"),
+        ("看IMAGE#EIFFEL2025里有什么？", ["看", "@EIFFEL2025", "里有什么？"]),
+        ("IMAGE#图片 里有什么, FILE#ОТЧЁТ? image 图片", ["@图片", " 里有什么, ", "@ОТЧЁТ", "? image 图片"]),
+        ("IMAGE#图片集 IMAGE#图 IMAGE#图片里 FILE#ОТЧЁТЫ FILE#ОТЧЕТ", "same"),
+        ("FILE#हिन्दी, FILE#हिन्द", ["@हिन्दी", ", FILE#हिन्द"]),
+        (r"IMAGE\#EIFFEL2025 FILE\#REPORT. IMAGE\#NOBODY", ["IMAGE#EIFFEL2025 FILE#REPORT. IMAGE#NOBODY"]),
+        (r"IMAGE\\#EIFFEL2025 IMAGE#EIFFEL2025", [r"IMAGE\#EIFFEL2025 ", "@EIFFEL2025"]),
+        (r"MYIMAGE\#x IMAGE\# IMAGE\ #x \#x", "same"),
+        ("ask about IMAGE#NOBODY. `FILE#x` https://x.example/page#FILE#x IMAGE#REPORT", "same"),
     ],
 )
 def test_handles_in_text(text, expected):
-    if expected is None:
-        with pytest.raises(UnknownHandle):
-            content(text)
-    else:
-        assert content(text) == ([text] if expected == "same" else expected)
+    assert content(text) == ([text] if expected == "same" else expected)
+
+
+@pytest.mark.parametrize("text", [r"IMAGE#EIFFEL2025 FILE#REPORT IMAGE\#V. IMAGE#NOBODY"])
+def test_with_handles_off_every_text_is_as_it_was_sent(text):
+    found, handles = resolver(), Handles(on=False)
+    parts = [{"type": "text", "text": text}, {"type": "image", "handle": "EIFFEL2025"}]
+    [message] = parse_messages([{"role": "user", "content": parts}], found, handles=handles)
+    assert message.content[0] == Text(text) and isinstance(message.content[1], Ref)
+    assert found.asked == [("image", "EIFFEL2025")] and handles.unlinked == {}
+
+
+def test_text_of_anyone_but_users_links_nothing():
+    for role in ("system", "developer", "assistant", "tool"):
+        found, handles = resolver(), Handles()
+        message = {"role": role, "content": "IMAGE#EIFFEL2025 and FILE#REPORT"}
+        messages = parse_messages([USER, message, USER], found, handles=handles)
+        assert messages[1].content == (Text("IMAGE#EIFFEL2025 and FILE#REPORT"),) and found.asked == []
+        assert len(handles.unlinked) == (2 if role in ("system", "developer") else 0)
+
+
+def test_what_stayed_text_is_noted_with_its_reason():
+    handles = Handles()
+    first = r"IMAGE#NOBODY. IMAGE#NOBODY FILE#nobody, IMAGE#REPORT IMAGE\#QUOTED FILE#REPORT IMAGE# FILE#..."
+    second = f"IMAGE#EIFFEL2025 IMAGE#{'x' * 65}"
+    conversation = [{"role": "user", "content": text} for text in (first, second)]
+    parse_messages(conversation, resolver(), handles=handles)
+    assert [*handles.unlinked] == ["IMAGE#NOBODY", "FILE#nobody", "IMAGE#REPORT", f"IMAGE#{'x' * 64}..."]
+    assert "not in your library" in handles.unlinked["IMAGE#NOBODY"]
+    assert "at most 64" in handles.unlinked[f"IMAGE#{'x' * 64}..."]
+    many = " ".join(f"FILE#A{i}" for i in range(NOTED + 9))
+    parse_messages([{"role": "user", "content": many}], resolver(), handles=handles)
+    assert len(handles.unlinked) == NOTED
+
+
+@pytest.mark.parametrize("name", ["図", "É", "ΟΔΌΣ", "ЁЛКА", "ა", "ภาพ", "STRASSE", "한글"])
+def test_a_name_is_found_however_it_is_spelt(name):
+    assert canonical(name) == name
+    for form in ("NFC", "NFD", "NFKC"):
+        for spelt in (name, name.lower(), name.casefold(), name.upper()):
+            written = unicodedata.normalize(form, spelt)
+            assert folded(written) == folded(name)
+            (mention,) = find_handles(f"see IMAGE#{written}, so")
+            assert mention.written == written
 
 
 def test_first_mention_links_and_later_ones_refer_back_over_the_whole_conversation():
     found = resolver()
     conversation = [
-        {"role": "system", "content": "Use FILE#REPORT."},
+        {"role": "user", "content": "Use FILE#REPORT."},
         {"role": "user", "content": [{"type": "text", "text": "What is in IMAGE#EIFFEL2025?"}]},
         {"role": "assistant", "content": "IMAGE#EIFFEL2025 is a tower, IMAGE#NOBODY too"},
         {"role": "user", "content": "And FILE#REPORT? Is IMAGE#EIFFEL2025 tall? IMAGE#LOUVRE2025"},
@@ -108,12 +160,12 @@ def test_any_error_of_a_mention_names_the_field():
         content("see IMAGE#EIFFEL", found=Damaged(lambda text: ()))
 
 
-@pytest.mark.parametrize("handle", ["NOBODY", "NOBODY.", "x" * 65, "x" * 64 + ".-"])
-def test_unknown_handle_names_the_field(handle):
+@pytest.mark.parametrize("handle", ["NOBODY", "NOBODY.", "x" * 65, "x" * 64 + ".-", "图" * 300, "é." * 40])
+def test_an_unknown_handle_stays_text_unless_a_part_names_it(handle):
+    assert content(f"see IMAGE#{handle}") == [f"see IMAGE#{handle}"]
     with pytest.raises(UnknownHandle) as caught:
-        content([{"type": "text", "text": "hm"}, {"type": "text", "text": f"see IMAGE#{handle}"}])
-    assert caught.value.param == "messages[0].content[1].text"
-    assert caught.value.status == 404
+        content([{"type": "text", "text": "hm"}, {"type": "image", "handle": handle}])
+    assert (caught.value.param, caught.value.status) == ("messages[0].content[1].handle", 404)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +259,9 @@ def test_bad_parts_name_their_field(part, error, param):
         ([{"role": "user", "content": " \n"}], EmptyPrompt, "messages[0].content"),
         ([{"role": "user", "content": []}], EmptyPrompt, "messages[0].content"),
         ([{"role": "user", "content": [{"type": "text", "text": ""}]}], EmptyPrompt, "messages[0].content"),
-        ([{"role": "system", "content": ""}, USER], EmptyPrompt, "messages[0].content"),
+        ([{"role": "system", "content": ""}], EmptyPrompt, "messages[0].content"),
+        ([{"role": "system"}, USER], BadRequest, "messages[0].content"),
+        ([USER, {"role": "tool"}], BadRequest, "messages[1].content"),
         ([{"role": "user", "content": 3}], BadRequest, "messages[0].content"),
         ([{"role": "user", "content": "x", "colour": "red"}], BadRequest, "messages[0].colour"),
         ([{"role": "user", "content": "x", "name": 3}], BadRequest, "messages[0].name"),
@@ -267,12 +321,13 @@ def test_text_around_handles_is_kept_to_the_letter(pieces):
     text = "".join(pieces)
     try:
         items = content(text)
-    except (UnknownHandle, EmptyPrompt):
+    except EmptyPrompt:
         return
     back = "".join(i if not i.startswith("@") else i[1:] for i in items)
-    plain = text.replace("IMAGE#V.", "V.").replace("IMAGE#a-b", "a-b").replace("FILE#REPORT", "REPORT")
-    back = back.replace("image V.", "V.").replace("image a-b", "a-b").replace("document REPORT", "REPORT")
-    assert back == plain
+    for linked in ("image V.", "image a-b", "document REPORT"):
+        back = back.replace(linked, linked.split()[1])
+    bare = lambda text: re.sub("(IMAGE|FILE)#", "", text)  # those that linked have lost it
+    assert bare(back) == bare(text)
 
 
 def test_a_reference_is_itself_and_nothing_else():
@@ -287,8 +342,7 @@ def test_a_reference_is_itself_and_nothing_else():
 )
 def test_a_handle_is_looked_up_by_names_of_at_most_64_characters(text, name, lengths):
     found = DictResolver(lambda text: tuple(text.encode()), ("A",), {})
-    with nullcontext() if name else pytest.raises(UnknownHandle):
-        content(text, found=found)
+    assert ("@A" in content(text, found=found)) == bool(name)
     assert [asked for _, asked in found.asked] == [text.removeprefix("IMAGE#")[:n] for n in lengths]
 
 
@@ -318,10 +372,12 @@ def test_look_ups_are_bounded_although_every_mention_ends_in_another_way(monkeyp
     assert len(found.asked) == 102  # with the one that exists and the one that is too many
 
 
-ODD = ["IMAGE#", "FILE#", "#", "aIMAGE#b", "_FILE#c", "A.-", "é", " ", "\n", "9", "FIL"]
+ODD = ["IMAGE#", "FILE#", "IMAGE", "\\", "图", "#", "aIMAGE#b", "_FILE#c", "A.-", "é", " ", "\n", "9", "FIL"]
 
 
 @given(st.lists(st.sampled_from(ODD)))
 def test_handles_are_found_as_by_searching_all_of_the_text(pieces):
     text = "".join(pieces)
-    assert [m.span() for m in find_handles(text)] == [m.span() for m in HANDLE.finditer(text)]
+    handle = re.compile(r"(?<![A-Za-z0-9_])(IMAGE|FILE)(\\*)#([\w.\-]+)")
+    found = [(m.start(), m.end(), m[1].lower(), len(m[2]), m[3]) for m in handle.finditer(text)]
+    assert [*find_handles(text)] == found

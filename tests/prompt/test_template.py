@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from template_kit import FILES, TEMPLATES, as_parts, flat, pieces, prompt, resolver, show, stock, stock_ids
 
-from mpic.errors import BadRequest, ModelRefused, UnknownHandle, UnsupportedModality, UnsupportedParameter
+from mpic.errors import BadRequest, ModelRefused, UnsupportedModality, UnsupportedParameter
 from mpic.prompt import ChatTemplate, ChunkSegment, TextSegment, build_prompt
 from mpic.prompt.guarded_tokenizer import Trusted
 from mpic.prompt.messages import Ref
@@ -124,7 +124,8 @@ def test_documents_have_markers_on_both_sides_and_their_own_ids(family):
 
 @pytest.mark.parametrize("family", BUILD)
 def test_documents_in_a_system_message(family):
-    messages = [{"role": "system", "content": "Use FILE#NOTES."}, {"role": "user", "content": "Who is lazy?"}]
+    notes = [{"type": "text", "text": "Use "}, {"type": "file", "handle": "NOTES"}]
+    messages = [{"role": "system", "content": notes}, {"role": "user", "content": "Who is lazy?"}]
     shown = show(pieces(family, messages))
     assert shown.index("Use") < shown.index("@NOTES@") < shown.index("Who is lazy?")
 
@@ -299,10 +300,7 @@ def test_hostile_text_comes_back_as_it_was_and_gives_no_control_token(family, co
     contents = [text.replace("IMAGE#EIFFEL", "") or "x" for text in contents] if family in TEXT else contents
     contents = [text if text.strip() else "x" for text in contents][: len(contents) - 1 + len(contents) % 2]
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
-    try:
-        rendered = pieces(family, messages)
-    except UnknownHandle:
-        return
+    rendered = pieces(family, messages)
     template = TEMPLATES[family]
     built = prompt(family, messages)
     # the ids decode to the rendering

@@ -45,11 +45,30 @@ def test_many_calls_are_refused_without_a_bound_of_the_caller():
     assert caught.value.param == "messages[0].tool_calls[2].function.arguments"
 
 
-@pytest.mark.parametrize("kept", ["[1, 2", "[1, 2]", '"text, text"', '{"a": "\\ud800"}'])
-def test_arguments_that_stay_text_take_nothing_from_the_bound(kept):
-    taken, last = '{"a": 1, "b": 2}', [] if kept.startswith("{") else [kept]
-    calls = [answer(*[kept] * 10, taken, *last)]
-    assert parsed(calls, values=3) == [[kept] * 10 + [{"a": 1, "b": 2}, *last]]
+@pytest.mark.parametrize("none", ["", " \n", "null", " null ", None, {}, "{}"])
+def test_a_call_without_arguments_has_none(none):
+    assert parsed([answer(none, '{"a": 1}')]) == [[{}, {"a": 1}]]
+
+
+def test_a_call_that_names_no_arguments_has_none():
+    calls = [{"id": "c", "type": "function", "function": {"name": "f"}}]
+    assert parsed([{"role": "assistant", "tool_calls": calls}]) == [[{}]]
+
+
+TEXTS = ["[1, 2", "[1]", "[]", '"a"', "a", "5", "-0.5", "true", '{"a": "\\ud800"}', '{"c":', "\ud800"]
+NUMBERS = ['{"a": NaN}', '{"a": [-Infinity]}', '{"a": {"b": 1e999}}', "NaN"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [*NUMBERS, *TEXTS, "[" * 2_000, '{"a":' * 2_000 + "1" + "}" * 2_000, 5, 0.5, True, [], ["a"]],
+    ids=lambda wrong: repr(wrong)[:20],
+)
+def test_arguments_that_are_no_object_are_refused_by_name(wrong):
+    messages = [{"role": "user", "content": "x"}, answer("{}", wrong)]
+    with pytest.raises(BadRequest) as caught:
+        parse_messages(messages, None)
+    assert caught.value.param == "messages[1].tool_calls[1].function.arguments"
 
 
 def test_a_request_that_nobody_waits_for_ends_between_two_calls():

@@ -50,8 +50,8 @@ async def test_a_file_deleted_while_its_request_is_prepared_is_not_asked_about(s
     file = await server.uploaded(b"a secret", "s.txt", handle="SECRET")
     real = chat.prepare
 
-    def prepare(body, state, user):
-        prepared = real(body, state, user)
+    def prepare(body, state, user, handles):
+        prepared = real(body, state, user, handles)
         state.library.files.delete(user, file["id"])
         return prepared
 

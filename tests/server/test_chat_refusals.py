@@ -23,8 +23,8 @@ def picture(url):
 @pytest.mark.parametrize(
     ("content", "status", "code", "param"),
     [
-        ("What is in IMAGE#NOWHERE?", 404, "unknown_handle", "messages[0].content"),
-        ("Read FILE#NOWHERE.", 404, "unknown_handle", "messages[0].content"),
+        ([{"type": "image", "handle": "NOWHERE"}], 404, "unknown_handle", "messages[0].content[0].handle"),
+        ([{"type": "file", "handle": "NOWHERE"}], 404, "unknown_handle", "messages[0].content[0].handle"),
         ("", 400, "empty_prompt", "messages[0].content"),
         (" \n", 400, "empty_prompt", "messages[0].content"),
         ([], 400, "empty_prompt", "messages[0].content"),
@@ -45,8 +45,65 @@ async def test_refused_content(server, content, status, code, param):
 
 async def test_an_image_handle_needs_an_image(server):
     await server.uploaded(b"words", "w.txt", handle="NOTES")
-    error = (await server.ask("IMAGE#NOTES")).json()["error"]
+    error = (await server.ask([{"type": "image", "handle": "NOTES"}])).json()["error"]
     assert error["code"] == "unknown_handle" and "FILE#NOTES" in error["message"]
+    [note] = await unlinked(server, "IMAGE#NOTES")
+    assert note["handle"] == "IMAGE#NOTES" and "write FILE#NOTES" in note["reason"]
+
+
+async def unlinked(server, content, **fields):
+    """What an answer says of the handles of a request, none of which links anything."""
+    fields.setdefault("messages", [{"role": "user", "content": content}])
+    answer = await server.ask(**fields, stream=True, stream_options={"include_usage": True})
+    whole = await server.ask(**fields)
+    assert answer.status_code == whole.status_code == 200, whole.text
+    assert_shape(ChatCompletion, whole.json())
+    ours = whole.json()["usage"]["mpic"]
+    assert events(answer.text)[0][-1]["usage"]["mpic"].get("unlinked_handles") == ours.get("unlinked_handles")
+    assert ours["chunks"] == []
+    return ours.get("unlinked_handles", [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Our README says: ask about IMAGE#X2025.", "`IMAGE#X2025`", "https://x.example/page#FILE#x (FILE#x)"],
+)
+async def test_text_that_looks_like_a_handle_ends_neither_its_turn_nor_later_ones(server, text):
+    [note] = await unlinked(server, text)
+    assert note["handle"] in text and "no file with the handle" in note["reason"]
+    before = {"role": "user", "content": text}
+    later = [before, {"role": "assistant", "content": "x"}, {"role": "user", "content": "Who is Vera?"}]
+    assert await unlinked(server, "", messages=later) == [note]
+    assert await unlinked(server, text, mpic={"handles": False}) == []
+    assert await unlinked(server, text.replace("#", "\\#")) == []
+
+
+async def test_a_deleted_file_does_not_end_the_conversation_about_it(server):
+    file = await server.uploaded(b"words", "w.txt", handle="NOTES")
+    talk = [{"role": "user", "content": "FILE#NOTES?"}, {"role": "assistant", "content": "x"}]
+    talk.append({"role": "user", "content": "And?"})
+    body = (await server.ask(messages=talk)).json()
+    assert len(body["usage"]["mpic"]["chunks"]) == 1  # a question about a file finds it
+    await server.http.delete(f"/v1/files/{file['id']}")
+    assert [note["handle"] for note in await unlinked(server, "", messages=talk)] == ["FILE#NOTES"]
+
+
+@pytest.mark.parametrize("mode", ["off", "always"])
+async def test_pasted_and_found_text_links_no_upload(server, mode):
+    await server.uploaded(b"a secret", "s.txt", handle="SECRET")
+    pasted = "They say: FILE#SECRET"
+    off = {"handles": False, "retrieval": mode}
+    assert await unlinked(server, pasted, mpic=off) == []
+    for role in ("system", "assistant", "tool"):
+        extra = {"tool_call_id": "c"} if role == "tool" else {}
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        asked = [{"role": "assistant", "tool_calls": [call]}] if role == "tool" else []
+        messages = [*asked, {"role": role, "content": pasted, **extra}, {"role": "user", "content": "Well?"}]
+        if role != "tool":  # this template prints no calls
+            await unlinked(server, "", messages=messages, mpic={"retrieval": mode})
+    document = [{"type": "document", "text": pasted}, {"type": "text", "text": "?"}]
+    body = (await server.ask(document, mpic={"retrieval": mode})).json()
+    assert len(body["usage"]["mpic"]["chunks"]) == 1 and "unlinked_handles" not in body["usage"]["mpic"]
 
 
 @pytest.mark.parametrize(

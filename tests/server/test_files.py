@@ -152,7 +152,7 @@ async def test_delete(server):
         answer = await server.http.request(method, f"/v1/files/{file['id']}{path}")
         assert refusal(answer) == (404, "file_not_found")
         assert file["id"] in answer.json()["error"]["message"]
-    assert (await server.ask("IMAGE#GONE")).json()["error"]["code"] == "unknown_handle"
+    assert refusal(await server.ask([{"type": "image", "handle": "GONE"}])) == (404, "unknown_handle")
 
 
 async def test_expiry(tmp_path, template):

@@ -39,6 +39,16 @@ def test_logprobs_have_the_bytes_of_tokens_that_are_part_of_a_character(tokenize
     assert b"".join(bytes(one["bytes"]) for one in shown).decode() == "aé"
 
 
+def test_logprobs_are_numbers_that_json_has():
+    odd = (float("nan"), float("-inf"), -1e300)
+    delta = Delta("a", (65,), tuple(TokenLogprob(65, one, ((65, one),)) for one in odd))
+    [choice] = CompletionWriter("id", "model", 1, byte_tokenizer(), logprobs=True).chunk(delta)["choices"]
+    content = choice["logprobs"]["content"]
+    assert [(one["logprob"], one["top_logprobs"][0]["logprob"]) for one in content] == [
+        (-9999.0, -9999.0)
+    ] * 3
+
+
 def test_logprobs_have_null_bytes_for_unknown_tokens():
     assert written(fallback_tokenizer(), [3])[0]["bytes"] is None
 

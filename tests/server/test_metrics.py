@@ -26,7 +26,7 @@ async def test_times_of_answers_and_statuses(server):
     assert before["mpic_time_to_first_token_seconds_count",] == 0
     await server.ask("hello")
     await server.ask("hello", stream=True)
-    await server.ask("IMAGE#NOBODY")
+    await server.ask([{"type": "image", "handle": "NOBODY"}])
     after = await scrape(server.http)
     assert after["mpic_time_to_first_token_seconds_count",] == 2
     assert after["mpic_time_to_first_token_seconds_sum",] == pytest.approx(2 * 1.25e-3)

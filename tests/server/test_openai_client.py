@@ -157,7 +157,7 @@ def test_not_found(connect):
     for call, code in (
         (lambda: client.files.retrieve("file-none"), "file_not_found"),
         (lambda: client.models.retrieve("gpt"), "model_not_found"),
-        (lambda: ask(client, "IMAGE#NOBODY"), "unknown_handle"),
+        (lambda: ask(client, [{"type": "image", "handle": "NOBODY"}]), "unknown_handle"),
         (lambda: ask(client, [{"type": "cache", "cache_id": "cache-none"}]), "cache_not_found"),
     ):
         with pytest.raises(openai.NotFoundError) as caught:

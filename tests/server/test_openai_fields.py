@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from server_helpers import invalid
 
-from mpic.api.openai_fields import BY_NAME, OPENAI_FIELDS, table
+from mpic.api.openai_fields import OPENAI_FIELDS, table
 from mpic.api.requests import ChatRequest
 
 ROOT = Path(__file__).parents[2]
@@ -47,14 +47,6 @@ def test_values_that_would_change_something_are_refused_by_name(field, value):
 def test_every_field_has_examples_and_words(field):
     assert field.why and (field.yes or field.kind is None) and field.no
     assert bool(field.taken) == (field.kind is not None)
-
-
-def test_one_tool_at_a_time_cannot_be_asked_for():
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    body, path = request(BY_NAME["parallel_tool_calls"], False)
-    error = invalid({**body, "tools": tools})
-    assert (error.code, error.param) == ("unsupported_parameter", path)
-    ChatRequest.model_validate({**body, "tools": tools, "parallel_tool_calls": True})
 
 
 @pytest.mark.parametrize("unknown", ["nonsense", "top_k"])

@@ -62,6 +62,8 @@ async def test_the_demo_model_searches_answers_and_cites(demo):
         assert round["references"] == [id] and round["error"] is None
         tokens = usage["mpic"]["tokens"]
         assert usage["prompt_tokens"] == tokens["reused"] + tokens["prefix_hit"] + tokens["computed"]
+        found = [c["reused"] for c in usage["mpic"]["chunks"] if c["tier"] != "compiled"]
+        assert round["reused"] == tokens["reused"] == sum(found)
         spans = usage["mpic"]["trace"]["spans"]
         assert [s["start"] for s in spans[1:]] == [s["end"] for s in spans[:-1]]
         assert id in [s["file_id"] for s in spans]

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 from fake_engine import CHUNK_TOKENS, FakeEngine
-from server_helpers import fake_server, png, refusal
+from server_helpers import data_url, events, fake_server, png, real_server, refusal
+from small_models import SMALL
 
 from mpic.engine.base import ChunkUse, GenerationUsage
 from mpic.errors import DatabaseDamaged
@@ -116,6 +117,62 @@ async def test_the_api_shows_what_was_saved_and_what_was_never_reused(server):
     assert found["items"][0]["name"] == "IDLE"  # the least reused first
     everyone = (await server.http.get("/v1/savings?scope=all&days=7")).json()
     assert [user["user"] for user in everyone["users"]] == ["local"] and everyone["items"] == []
+
+
+COUNTED = ["full", "prefix", "reuse", "mpic-4", "legolink-4", "legolink-0", "block-4"]
+
+
+async def test_what_a_request_compiles_is_neither_cached_nor_saved_by_it(tmp_path):
+    """Under each policy: once cold, once warm, with one answer and with three, whole and streamed."""
+    async with real_server(tmp_path, SMALL, pool_bytes=1 << 27) as server:
+        ledger, counters = server.app.state.mpic.savings, server.engine.stats
+
+        async def asked(parts, policy, n, stream):
+            fields = {"stream_options": {"include_usage": True}} if stream else {}
+            sampled = {"n": n, "temperature": 1.0} if n > 1 else {}
+            fields |= {"max_tokens": 2, "stream": stream, "mpic": {"policy": policy}, **sampled}
+            before = ledger.days(None, "") or [(0, 0, 0, 0)]
+            answer = await server.ask(parts, **fields)
+            assert answer.status_code == 200, answer.text
+            usage = events(answer.text)[0][-1]["usage"] if stream else answer.json()["usage"]
+            after = ledger.days(None, "")
+            answers, prompt, saved = (new - old for new, old in zip(after[0][1:], before[0][1:], strict=True))
+            assert (answers, prompt) == (n, usage["prompt_tokens"])
+            cached, tokens = usage["prompt_tokens_details"]["cached_tokens"], usage["mpic"]["tokens"]
+            assert (
+                cached
+                == tokens["reused"] + tokens["prefix_hit"]
+                == usage["prompt_tokens"] - tokens["computed"]
+            )
+            assert saved == cached
+            return tokens, usage["mpic"]["chunks"]
+
+        for number, policy in enumerate(COUNTED):
+            for n, stream in ((1, False), (1, True), (3, False), (3, True)):
+                colour = (20 * number + 1, 60 * n, 100 * stream)
+                parts = [
+                    {"type": "text", "text": f"{policy} {n} {stream}"},
+                    {"type": "image_url", "image_url": {"url": data_url(png(colour))}},
+                    {"type": "document", "text": f"{policy} {n} {stream} Vera works in Rome. " * 6},
+                    {"type": "text", "text": "Where?"},
+                ]
+                old = counters()["counters"]
+                tokens, _ = await asked(parts, policy, n, stream)
+                assert tokens["reused"] == 0
+                new = counters()["counters"]
+                change = {name: new[name] - old.get(name, 0) for name in new if name.startswith("tokens_")}
+                assert change["tokens_requested"] == sum(
+                    change[f"tokens_{name}"] for name in ("reused", "prefix_hit", "computed")
+                )
+                if policy not in ("full", "prefix"):
+                    assert tokens["compiled"] > 0
+                if n == 1:  # the others of several answers find what the first has compiled
+                    assert change["tokens_reused"] == 0
+                tokens, chunks = await asked(
+                    [*parts[:-1], {"type": "text", "text": "When?"}], policy, n, stream
+                )
+                assert tokens["compiled"] == 0
+                assert tokens["reused"] == sum(chunk["reused"] for chunk in chunks)
 
 
 async def test_savings_of_one_user_are_not_shown_to_another(server):

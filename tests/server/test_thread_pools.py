@@ -193,7 +193,7 @@ async def test_conversations_of_very_many_parts_are_built_one_at_a_time(
 ):
     work = Work()
 
-    def prepare(body, state, user):
+    def prepare(body, state, user, handles):
         work(user)
         raise BadRequest("built")
 

@@ -98,8 +98,8 @@ def test_a_user_does_not_see_or_list_the_other_users_data(two, hers):
 def test_a_user_cannot_link_the_other_users_data(two, hers):
     _, ben = two
     cases = [
-        ("IMAGE#MINE", "unknown_handle"),
-        ("FILE#WORDS", "unknown_handle"),
+        ([{"type": "image", "handle": "MINE"}], "unknown_handle"),
+        ([{"type": "file", "handle": "WORDS"}], "unknown_handle"),
         ([{"type": "image_url", "image_url": {"url": hers["image"]["id"]}}], "file_not_found"),
         ([{"type": "file", "file": {"file_id": hers["cache"]["chunks"][0]["id"]}}], "file_not_found"),
         ([{"type": "cache", "cache_id": hers["cache"]["id"]}], "cache_not_found"),
@@ -107,6 +107,7 @@ def test_a_user_cannot_link_the_other_users_data(two, hers):
     ]
     for content, code in cases:
         assert refusal(ben.ask(content)) == (404, code)
+    assert ben.usage("IMAGE#MINE FILE#WORDS?")["chunks"] == []
     unknown = ben.ask([{"type": "cache", "cache_id": "cache-" + "x" * 24}]).json()["error"]
     real = ben.ask([{"type": "cache", "cache_id": hers["cache"]["chunks"][0]["id"]}]).json()["error"]
     assert unknown["code"] == real["code"] and unknown.get("param") == real.get("param")

@@ -107,7 +107,7 @@ async def test_an_image_is_no_video_by_its_id_either(seeing):
 
 async def test_a_clip_is_no_image_by_its_handle(seeing):
     await seeing.uploaded(GIF, "walk.gif", handle="WALK")
-    answer = await seeing.ask("IMAGE#WALK ?")
+    answer = await seeing.ask([{"type": "image", "handle": "WALK"}])
     assert refusal(answer) == (404, "unknown_handle") and "write FILE#WALK" in answer.text
 
 

@@ -334,6 +334,7 @@ def test_a_prompt_whose_images_exceed_the_users_room_in_the_store_is_answered(be
     failures = bench.counters().get("load_failures", 0)
     met = bench.ask(prompt, "reuse", user="crowded")
     assert all((use.tier, use.reused) == ("compiled", use.tokens) for use in met.usage.chunks)
+    assert met.usage.saved == met.usage.prefix_hit  # nothing that it compiled itself
     assert whole(met.usage) and met.token_ids == bench.ask(found, "reuse", user="roomy").token_ids
     assert sum(bench.file_of(chunk).exists() for chunk in prompt.chunks) == 1
     assert bench.counters()["load_failures"] == failures + 1

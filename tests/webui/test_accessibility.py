@@ -43,7 +43,7 @@ def inspect(page, audit, view, touch=False):
 def everywhere(page, touch):
     """Goes through all views and what opens on them; yields the name of each."""
     yield "chat, empty"
-    ask(page, "IMAGE#RED and FILE#NOTES? FILE#NOTHING")
+    ask(page, "IMAGE#RED and FILE#NOTES? " + "what? " * 2_000)
     page.fill(BOX, "")
     yield "chat, a refusal"
     ask(page, "IMAGE#RED and FILE#NOTES?")

@@ -104,12 +104,6 @@ def test_a_question_that_is_asked_again_finds_the_file_that_was_renamed(fake, op
     assert page.locator(".error").count() == 0 and len(fake.engine.requests) == 3
 
 
-def test_a_name_that_no_file_has_comes_with_advice(fake, open_page):
-    page = open_page(fake.url, expected=("404",))
-    ask(page, "FILE#NOTHING what?")
-    assert "or the file was renamed or deleted" in page.inner_text(".error")
-
-
 def settings(page, **values):
     page.click("#settings-open")
     for name, value in values.items():

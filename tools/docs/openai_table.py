@@ -17,7 +17,7 @@ WHY = {name: field.why for name, field in BY_NAME.items()}
 
 USED = {
     "messages", "model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature", "top_p",
-    "n", "seed", "stop", "logprobs", "top_logprobs", "tools",
+    "n", "seed", "stop", "logprobs", "top_logprobs", "tools", "parallel_tool_calls",
 }  # fmt: skip
 """Parameters that do here what they do at OpenAI."""
 

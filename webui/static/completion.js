@@ -31,7 +31,7 @@ export const completeHandles = (box, files) => {
     close();
   };
   const suggest = () => {
-    const match = /(?:^|[^A-Za-z0-9_])((IMAGE|FILE)#([A-Za-z0-9_.-]*))$/i.exec(box.value.slice(0, box.selectionStart));
+    const match = /(?:^|[^A-Za-z0-9_])((IMAGE|FILE)#([\p{L}\p{N}\p{M}_.-]*))$/iu.exec(box.value.slice(0, box.selectionStart));
     if (!match) return close();
     from = box.selectionStart - match[1].length;
     const image = match[2].toUpperCase() === 'IMAGE', typed = fold(match[3]);

@@ -79,12 +79,19 @@ export const date = (seconds) => new Date(seconds * 1000).toLocaleString('en-GB'
 
 /** How prompts name a file. */
 export const mention = (file) => (file.handle ? `${file.kind === 'image' ? 'IMAGE' : 'FILE'}#${file.handle}` : file.filename);
-export const fold = (handle) => handle.toUpperCase();  // handles ignore case
-export const HANDLE = /(?<![A-Za-z0-9_])(IMAGE|FILE)#([A-Za-z0-9_.\-]+)/g;
+export const fold = (handle) => handle.normalize('NFC').toUpperCase().normalize('NFC');  // handles ignore case
+export const HANDLE = /(?<![A-Za-z0-9_])(IMAGE|FILE)#([\p{L}\p{N}_.\-][\p{L}\p{N}\p{M}_.\-]*)/gu;
 
 /** The handle in a word, as the API reads it: a full stop or hyphen after it ends the sentence, unless a file has this
- * name. `known` has the folded handles. */
+ * name, and so does another script after a name in ASCII. `known` has the folded handles. */
 export const handleIn = (word, known) => {
+  const whole = withoutStops(word, known), [ascii] = /^[A-Za-z0-9_.\-]*/.exec(word);
+  if (known.has(fold(whole)) || !/^(?!\p{Script=Latin})\p{L}/u.test(word.slice(ascii.length))) return whole;
+  const begin = withoutStops(ascii, known);
+  return known.has(fold(begin)) ? begin : whole;
+};
+
+const withoutStops = (word, known) => {
   let name = word;
   while (name && !known.has(fold(name)) && /[.-]$/.test(name)) name = name.slice(0, -1);
   return name;

@@ -55,7 +55,7 @@ export const change = async (file, changes) => {
 /** Asks for another handle. */
 export const rename = async (file) => {
   const handle = await prompt('Rename', 'Handle', file.handle || '', (text) => {
-    if (!/^[A-Za-z0-9_.-]{1,64}$/.test(text)) return 'A handle is 1 to 64 letters, digits, “_”, “.” or “-”.';
+    if (!/^(?!\p{M})(?=.*[\p{L}\p{N}])[\p{L}\p{N}\p{M}_.-]{1,64}$/u.test(text)) return 'A handle is 1 to 64 letters of any script, digits, “_”, “.” or “-”, with a letter or digit at least.';
     const other = known().get(fold(text));
     return other && other.id !== file.id ? `You already have a file with the handle ${other.handle}.` : '';
   });

@@ -7,7 +7,10 @@ import { expectChange, known, refresh } from './files.js';
 
 const GUESSES = 3;
 
-const stem = (name) => name.replace(/\.[^.]*$/, '').toUpperCase().replace(/[^A-Z0-9]+/g, '_').replace(/^_+|_+$/g, '').slice(0, 56) || 'FILE';
+const stem = (name) => {
+  const kept = fold(name.replace(/\.[^.]*$/, '')).replace(/[^\p{L}\p{N}\p{M}]+/gu, '_').replace(/^[_\p{M}]+|_+$/gu, '');
+  return [...kept].slice(0, 56).join('') || 'FILE';
+};
 
 /** A handle like `base` that none of the visitor's files has. The page may not know all of them, so after some were
  * `refused` one is made up. */

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
-from mpic.engine.native.batch import BatchSlice, CompileJob, CompileRequest, Rows
+from mpic.engine.native.batch import BatchSlice, CompileJob, CompileRequest
 from mpic.engine.native.device_memory import DeviceMemory
 from mpic.engine.native.pace import StepPace
 from mpic.engine.native.request import LinkedChunk, Request, Status

@@ -9,6 +9,7 @@ from sqlite3 import Connection, Row
 from typing import Any, NamedTuple
 
 from mpic.errors import HandleTaken
+from mpic.handles import canonical
 from mpic.keys import KeyLimits
 from mpic.kv.chunk import ChunkKey
 from mpic.library.catalog.columns import from_row, insert_row, page_of, relative_path, to_row
@@ -66,7 +67,7 @@ class FileRows:
 
     def by_handle(self, user: str, handle: str) -> File | None:
         """Returns the file of this handle, ignoring case."""
-        return self._first(user, "handle = :handle COLLATE NOCASE", handle=handle)
+        return self._first(user, "handle = :handle COLLATE NOCASE", handle=canonical(handle))
 
     def listing(
         self, user: str, after: str | None, limit: int, order: str, kinds: Sequence[str] | None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 import secrets
 import string
 from collections.abc import Mapping
 from contextlib import nullcontext
 
 from mpic.errors import BadRequest, cut
+from mpic.handles import LONGEST, canonical, is_handle
 from mpic.imaging.budget import Budget
 from mpic.imaging.decoder import MOST_WAITING
 from mpic.imaging.image_header import SMALL_BYTES
@@ -24,7 +24,6 @@ READ_BYTES = 128 << 20
 READING = Budget(most=64, most_waiting=MOST_WAITING)
 """Bounds the bytes of large uploads that are in memory at a time while they wait to be decoded."""
 
-HANDLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 LONGEST_LIFE = 10 * 366 * 86_400
 METADATA_KEYS, METADATA_KEY_CHARS, METADATA_VALUE_CHARS = 32, 64, 1024
 
@@ -119,9 +118,19 @@ def check_page(order: str, limit: int) -> None:
         raise BadRequest(f"limit must be at least 1, not {limit}", param="limit")
 
 
-def check_handle(handle: str | None) -> None:
-    """Checks the name that prompts may call a file by; None is no name. Raises BadRequest."""
-    if handle is not None and not HANDLE.fullmatch(handle):
+def checked_handle(handle: str | None) -> str | None:
+    """Returns the canonical form of a name that prompts may call a file by; None is no name.
+
+    Raises:
+        BadRequest: it cannot be one.
+    """
+    if handle is None:
+        return None
+    name = canonical(handle)
+    if not is_handle(name):
         raise BadRequest(
-            f"a handle is 1 to 64 letters, digits, '_', '.' or '-', not {cut(handle)!r}", param="handle"
+            f"a handle is 1 to {LONGEST} letters of any script, digits, '_', '.' or '-', with a letter or digit at "
+            f"least, not {cut(handle)!r}",
+            param="handle",
         )
+    return name

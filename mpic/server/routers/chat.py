@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextvars import Context
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from mpic.api.completion import ChatCompletion
-from mpic.api.requests import ChatRequest
+from mpic.api.requests import ChatRequest, MessageParam
 from mpic.cancel import Cancelled, checkpoint
 from mpic.engine.base import Delta, GenerationRequest, GenerationUsage, RetrievalRound, Sampling
 from mpic.errors import UnsupportedParameter
@@ -26,6 +26,7 @@ from mpic.link import Policy, parse_policy
 from mpic.press import parse_press
 from mpic.prompt import ChatTemplate, build_prompt
 from mpic.prompt.bounds import check_conversation
+from mpic.prompt.messages import Handles
 from mpic.server import retrieval
 from mpic.server.auth import CurrentUser, take_answers
 from mpic.server.completions import CompletionWriter
@@ -34,13 +35,17 @@ from mpic.server.parallel_sampling import ParallelSampling, merge_usage
 from mpic.server.resolver import LibraryResolver
 from mpic.server.routers.models import check_model
 from mpic.server.state import State, StateDep
+from mpic.server.tool_parser import CLOSE
 
 router = APIRouter(prefix="/v1/chat", tags=["chat"], route_class=ChatRoute)
 
-IGNORED = {"refusal", "annotations", "audio", "function_call"}
+IGNORED = {
+    **dict.fromkeys(("refusal", "annotations", "audio", "function_call"), True),
+    "tool_calls": {"__all__": {"index": True, "function": {"parsed_arguments"}}},
+}
 """Fields of an earlier answer that the model does not see."""
-Count = Callable[[GenerationUsage], None]
-"""Counts an answer that has ended."""
+Count = Callable[[Sequence[GenerationUsage]], None]
+"""Counts the answers of a request that have ended."""
 PATIENCE = 15.0
 """Seconds after which a stream begins before its first token, and between the comments that say that it waits."""
 MANY_PARTS = 256
@@ -62,7 +67,8 @@ async def create(body: ChatRequest, request: Request, state: StateDep, user: Cur
     """Answer a conversation that may contain images and documents, uploaded or inline."""
     check_model(state, body.model)
     take_answers(request, body.n or 1)
-    generation, rounds, answers = await _submitted(request, body, state, user.id)
+    handles = Handles(body.mpic.handles)
+    generation, rounds, answers = await _submitted(request, body, state, user.id, handles)
     writer = CompletionWriter(
         generation.id,
         state.engine.info.name,
@@ -72,11 +78,14 @@ async def create(body: ChatRequest, request: Request, state: StateDep, user: Cur
         trace=generation.trace,
         rounds=None if body.mpic.retrieval.mode == "off" else rounds,
         tools=offers_tools(body),
+        unlinked=handles.unlinked,
     )
 
-    def count(usage: GenerationUsage) -> None:
-        state.metrics.answered(usage)
-        state.savings.answered(user.id, usage)
+    def count(usages: Sequence[GenerationUsage]) -> None:
+        begun = [usage for usage in usages if usage.ttft_ms]
+        for usage in begun:
+            state.metrics.answered(usage)
+        state.savings.answered(user.id, merge_usage(begun), len(begun))
 
     if not body.stream:
         return await _whole(request, answers, writer, count, state, user.id)
@@ -85,7 +94,7 @@ async def create(body: ChatRequest, request: Request, state: StateDep, user: Cur
 
 
 async def _submitted(
-    request: Request, body: ChatRequest, state: State, user: str
+    request: Request, body: ChatRequest, state: State, user: str, handles: Handles
 ) -> tuple[GenerationRequest, tuple[RetrievalRound, ...], ParallelSampling]:
     """Builds a request and submits it, both on one thread, because handing work to another thread can take as long as
     building a short prompt.
@@ -100,7 +109,7 @@ async def _submitted(
     submitted: list[ParallelSampling] = []
 
     def submit() -> tuple[GenerationRequest, tuple[RetrievalRound, ...]]:
-        generation, rounds = prepare(body, state, user)
+        generation, rounds = prepare(body, state, user, handles)
         checkpoint()
         # in a context of its own: what an engine begins there must not end with this work
         answers = Context().run(ParallelSampling.submit, state.engine.submit, generation, body.n or 1)
@@ -126,9 +135,9 @@ def _parts(body: ChatRequest) -> int:
 
 
 def prepare(
-    body: ChatRequest, state: State, user: str
+    body: ChatRequest, state: State, user: str, handles: Handles
 ) -> tuple[GenerationRequest, tuple[RetrievalRound, ...]]:
-    """Returns the request for the engine, and the searches made for it.
+    """Returns the request for the engine, and the searches made for it; notes the ``handles`` that stay text.
 
     It may tokenize long texts and decode images, so it runs on a thread.
     """
@@ -139,7 +148,7 @@ def prepare(
     policy = parse_policy(body.mpic.policy or state.config.engine.policy)
     press = asked_press(body, policy)
     resolver = _resolver(state, user)
-    messages = [m.model_dump(exclude_none=True, exclude=IGNORED) for m in body.messages]
+    messages = [_seen(message) for message in body.messages]
     check_conversation(messages, state.engine.info.context_length, state.template.longest_token)
     options = body.mpic.retrieval
     tools = offered_tools(body, state.template)
@@ -149,21 +158,30 @@ def prepare(
     search = None
     if options.mode == "off":
         values = state.config.server.max_body_values
-        prompt = build_prompt(messages, state.template, resolver, tools, user, values)
+        prompt = build_prompt(messages, state.template, resolver, tools, user, values, handles)
     else:
         searcher = retrieval.Searcher(state.retriever, options, press or state.config.engine.press)
-        query = retrieval.query_of(messages, _resolver(state, user))
+        query = retrieval.query_of(messages, _resolver(state, user), Handles(handles.on))
         if options.mode == "always":
-            prompt, round = retrieval.prompt_with_references(messages, searcher, query, state, resolver)
+            found = retrieval.prompt_with_references(messages, searcher, query, state, resolver, handles)
+            prompt, round = found
             rounds = (round,)
         else:
-            prompt, search = retrieval.prompt_with_search(messages, searcher, query, state, resolver, policy)
+            prompt, search = retrieval.prompt_with_search(
+                messages, searcher, query, state, resolver, policy, handles
+            )
     prompt = prompt.pressed(press, state.config.engine.press)
     own = sorted({chunk.file_id for chunk in prompt.chunks if chunk.owner == user and chunk.file_id})
     exists = partial(state.library.files.check_exist, user, own) if own else None
     id = f"chatcmpl-{uuid.uuid4().hex}"
     sampling, trace = sampling_of(body), body.mpic.trace
     return GenerationRequest(id, prompt, policy, sampling, user, trace, search, exists), rounds
+
+
+def _seen(message: MessageParam) -> dict[str, Any]:
+    """Returns what the model sees of a message."""
+    seen = message.model_dump(exclude_none=True, exclude=IGNORED)
+    return {"content": message.refusal, **seen} if message.refusal else seen
 
 
 def asked_press(body: ChatRequest, policy: Policy) -> str | None:
@@ -186,13 +204,14 @@ def _resolver(state: State, user: str) -> LibraryResolver:
 
 def sampling_of(body: ChatRequest) -> Sampling:
     """Returns the sampling parameters of a request."""
+    one_call = offers_tools(body) and body.parallel_tool_calls is False
     return Sampling(
         max_tokens=body.max_completion_tokens or body.max_tokens,
         temperature=body.temperature or 0.0,
         top_p=1.0 if body.top_p is None else body.top_p,
         top_k=body.mpic.top_k,
         seed=body.seed,
-        stop=body.stops,
+        stop=(*body.stops, CLOSE) if one_call else body.stops,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         ignore_eos=body.mpic.ignore_eos,
     )
@@ -234,8 +253,7 @@ async def _whole(
     finally:
         answers.abort()
     usages = [answer[-1].usage or GenerationUsage() for answer in deltas]
-    for usage in usages:
-        count(usage)
+    count(usages)
     completion = partial(writer.completion, deltas, merge_usage(usages))
     if not writer.logprobs:
         return JSONResponse(completion())
@@ -287,7 +305,6 @@ async def _events(
                 opened.add(i)
                 yield event({**writer.first_chunk(i), **extra})
             if delta.usage is not None:
-                count(delta.usage)
                 usages.append(delta.usage)
             if delta.text or delta.finish_reason or delta.retrieval or (writer.logprobs and delta.logprobs):
                 yield event({**writer.chunk(delta, i), **extra})
@@ -298,6 +315,7 @@ async def _events(
         return
     finally:
         first.cancel()
+        count(usages)
     if with_usage:
         yield event(writer.usage_chunk(merge_usage(usages)))
     yield DONE
