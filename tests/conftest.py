@@ -13,7 +13,10 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # compiling vLLM's sampler takes longer than a test
 
+import processors
 import pytest
+
+processors.hold_libraries()
 
 MEMORY = "/dev/shm"
 """A file system in memory, on Linux. Temporary folders lie there when it has room: tests sync thousands of small files,
@@ -66,6 +69,7 @@ def _prepare() -> None:
         prepare_once()
     from hypothesis import settings
 
+    processors.refuse_more_than_there_is()
     torch.set_num_threads(1)
     settings.register_profile("mpic", deadline=None, derandomize=True, database=None)
     settings.register_profile("fuzz", deadline=None)
@@ -116,7 +120,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    for line in config.stash[FIGURES]:
+    from missing import not_run
+
+    for line in (*config.stash[FIGURES], *not_run(terminalreporter.stats.get("skipped", []))):
         terminalreporter.write_line(line)
 
 
