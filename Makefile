@@ -18,8 +18,6 @@ ARGS  ?=
 PROCESSES ?= -n $(shell $(PYTHON) -c 'import os; \
   cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1; \
   print(min(4, cores + 1))')
-# A test that fails is run once more. If it passes then, the run does, and its end shows the first failure under RERUN.
-RERUNS ?= --reruns 1 --rerun-show-tracebacks -rR
 
 # ENGINE=vllm on serve, demo and bench sets vLLM up first; results of its benches lie beside the native ones.
 override ENGINE_SETUP := $(if $(filter vllm,$(ENGINE)),setup-vllm)
@@ -41,7 +39,7 @@ serve: setup $(ENGINE_SETUP) ## start the server (ENGINE=vllm: on vLLM)
 test: setup-dev ## run the tests
 	@"$(ROOT)/tools/get_chromium.sh"
 	@"$(ROOT)/tools/get_axe.sh"
-	@cd "$(ROOT)" && "$(BIN)/python" -m pytest $(PROCESSES) $(RERUNS) $(ARGS)
+	@cd "$(ROOT)" && "$(BIN)/python" -m pytest $(PROCESSES) $(ARGS)
 
 parity: setup-dev ## when vLLM's version changes: its tests on every family, then FAMILIES (all) for docs/models.md (an hour)
 	@cd "$(ROOT)" && status=0; \

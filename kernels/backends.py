@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mpic.kernels import instructions
 from mpic.kernels.attention import Partial
 
 if TYPE_CHECKING:
@@ -56,9 +57,9 @@ def row_blocks(
 
     if device.type != "cpu" or dtype != torch.bfloat16:
         return None, ""
-    if torch.cpu._is_amx_tile_supported():
+    if instructions.unit():
         return None, ""
-    if torch.cpu._is_avx512_bf16_supported() and not pairs.are_fast():
+    if instructions.pairs() and not pairs.are_fast():
         return None, ""
     try:
         return block.load(dims), ""
@@ -77,7 +78,7 @@ def block_spans(
 
     if device.type != "cpu":
         return [], ""
-    unit = dtype is torch.bfloat16 and kv_dtype in (None, dtype) and torch.cpu._is_amx_tile_supported()
+    unit = dtype is torch.bfloat16 and kv_dtype in (None, dtype) and instructions.unit()
     withheld = c_kernel.why_no_unit() if unit else ""
     try:
         if unit and not withheld:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mpic.kernels import c_kernel
+from mpic.kernels import c_kernel, instructions
 from mpic.kernels.c_kernel import KernelUnavailable
 
 SOURCE = Path(__file__).with_name("block.c")
@@ -86,7 +86,7 @@ def load(dims: Iterable[int]) -> BlockKernel:
     Raises:
         KernelUnavailable: with the reason.
     """
-    if not torch.cpu._is_avx512_bf16_supported():
+    if not instructions.pairs():
         raise KernelUnavailable("the processor has no AVX-512 BF16")
     for dim in dims:
         if dim % 2 or dim > LARGEST:

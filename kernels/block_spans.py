@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpic.kernels import c_kernel
+from mpic.kernels import c_kernel, instructions
 from mpic.kernels.attention import (
     PLAIN,
     Extras,
@@ -269,7 +269,7 @@ def load(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None)
     """
     kv_dtype = kv_dtype or dtype
     name, options = c_kernel.variant(head_dim, dtype, kv_dtype)
-    level = torch.backends.cpu.get_cpu_capability().split("_")[0]
+    level = instructions.level()
     if level not in ("AVX512", "AVX2") and kv_dtype is dtype:
         raise KernelUnavailable(f"it was not compared with torch on {level}")
     if head_dim > LARGEST:

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import torch
 
+from mpic.kernels import instructions
+
 _COMPILERS = ("gcc", "cc", "clang")
 _OPTIONS = ("-std=gnu11", "-O3", "-fopenmp", "-fPIC")
 _LEVELS = {"AVX512": "-march=x86-64-v4", "AVX2": "-march=x86-64-v3"}
@@ -73,9 +75,9 @@ def unit_options(*, emulated: bool) -> list[str]:
 def why_no_unit() -> str:
     """Returns why the processor's matrix unit for bfloat16 cannot be used; empty if it can. The operating system is
     asked to let this process use it."""
-    if not torch.cpu._is_amx_tile_supported():
-        return "the processor has no matrix unit"
-    if not torch.cpu._is_avx512_bf16_supported():
+    if not instructions.unit():
+        return "the processor has no matrix unit that torch may use"
+    if not instructions.pairs():
         return "the processor has a matrix unit, but does not round to bfloat16 by itself"
     if not torch.cpu._init_amx():
         return "the operating system does not let programs use the matrix unit"
@@ -118,10 +120,9 @@ def build(source: Path, name: str, options: Sequence[str]) -> ctypes.CDLL:
 
 
 def _built(folder: Path, compiler: str, source: Path, name: str, wanted: Sequence[str]) -> Path:
-    level = torch.backends.cpu.get_cpu_capability().split("_")[0]
     options, machine = list(_OPTIONS), platform.machine()
     if machine in ("x86_64", "AMD64"):
-        options += [_LEVELS[level]] if level in _LEVELS else []
+        options += [_LEVELS[level]] if (level := instructions.level()) in _LEVELS else []
     options += wanted
     version = _run(compiler, "--version")
     parts = [*_texts(source), machine, version, *options]

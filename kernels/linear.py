@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from mpic.kernels import c_kernel
+from mpic.kernels import c_kernel, instructions
 from mpic.kernels.c_kernel import KernelUnavailable
 
 SOURCE = Path(__file__).with_name("linear.c")
@@ -112,7 +112,7 @@ def load(dtype: torch.dtype) -> LinearKernel:
         KernelUnavailable: with the reason.
     """
     how, options = variant(dtype)
-    level = torch.backends.cpu.get_cpu_capability().split("_")[0]
+    level = instructions.level()
     if (level, how) not in MOST_ROWS:
         raise KernelUnavailable(f"torch is as fast, or was not compared, on {level} with {how}")
     function = c_kernel.build(SOURCE, how.replace(" ", "-"), options).multiply
@@ -135,7 +135,7 @@ def variant(dtype: torch.dtype) -> tuple[str, list[str]]:
             f"it multiplies float32 and bfloat16, not {str(dtype).removeprefix('torch.')}"
         )
     bf16 = dtype == torch.bfloat16
-    pairs = bf16 and torch.cpu._is_avx512_bf16_supported()
+    pairs = bf16 and instructions.pairs()
     how = "bf16 pairs" if pairs else "bf16" if bf16 else "fp32"
     return how, [f"-DBFLOAT16={int(bf16)}", *(["-mavx512bf16"] if pairs else [])]
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import torch
 
-from mpic.kernels import linear
+from mpic.kernels import instructions, linear
 from mpic.kernels.linear import Product
 
 PANEL_BYTES, PANEL_OUTPUTS = 8 << 20, 512
@@ -94,4 +94,4 @@ class WidenedKernel:
 
 def load() -> WidenedKernel:
     """Returns the kernel for this processor."""
-    return WidenedKernel(LEAST_ROWS[torch.cpu._is_avx512_bf16_supported()])
+    return WidenedKernel(LEAST_ROWS[instructions.pairs()])

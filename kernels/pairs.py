@@ -12,9 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 
-import torch
-
-from mpic.kernels import c_kernel
+from mpic.kernels import c_kernel, instructions
 from mpic.kernels.c_kernel import KernelUnavailable
 from mpic.kernels.linear import SOURCE as _BESIDE
 
@@ -30,7 +28,7 @@ def over_singles() -> float:
     Raises:
         KernelUnavailable: the processor has no such instruction, or it cannot be measured.
     """
-    if not torch.cpu._is_avx512_bf16_supported():
+    if not instructions.pairs():
         raise KernelUnavailable("the processor has no AVX-512 BF16")
     function = c_kernel.build(SOURCE, "bf16", ["-mavx512bf16"]).pairs_over_singles
     function.restype = ctypes.c_double

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mpic.kernels import c_kernel, linear, linear_tiles, linear_widened, pairs
+from mpic.kernels import c_kernel, instructions, linear, linear_tiles, linear_widened, pairs
 from mpic.kernels.c_kernel import KernelUnavailable
 from mpic.kernels.linear import LinearKernel, Product
 from mpic.kernels.linear_tiles import LinearTilesKernel
@@ -91,7 +91,7 @@ def load(dtype: torch.dtype) -> Products:
     few = linear.load(dtype)
     if dtype is not torch.bfloat16:
         return Products(few, None)
-    if not torch.cpu._is_amx_tile_supported():
+    if not instructions.unit():
         return Products(few, None if pairs.are_fast() else linear_widened.load())
     if withheld := c_kernel.why_no_unit():  # from torch, too
         return Products(few, linear_widened.load(), withheld)

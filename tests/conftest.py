@@ -1,6 +1,6 @@
 """Set-up for all tests: one thread per process, because the models are tiny and a second core costs more than it gains;
-no deadlines, because machines differ; examples drawn from one seed, so that a run repeats; and temporary folders in
-memory."""
+no deadlines, because machines differ; examples drawn from one seed, so that a run repeats; temporary folders in memory;
+and a home that is not the user's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # compiling vLLM's sampler takes longer than a test
 
+import closed_folders
+import processors
 import pytest
+
+processors.hold_libraries()
 
 MEMORY = "/dev/shm"
 """A file system in memory, on Linux. Temporary folders lie there when it has room: tests sync thousands of small files,
@@ -23,6 +27,8 @@ if os.access(MEMORY, os.W_OK):
     about = os.statvfs(MEMORY)
     if about.f_bavail * about.f_frsize > 4 << 30 and not about.f_flag & os.ST_NOEXEC:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
+closed_folders.move_home()
+GUARD = closed_folders.Guard()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -66,6 +72,7 @@ def _prepare() -> None:
         prepare_once()
     from hypothesis import settings
 
+    processors.refuse_more_than_there_is()
     torch.set_num_threads(1)
     settings.register_profile("mpic", deadline=None, derandomize=True, database=None)
     settings.register_profile("fuzz", deadline=None)
@@ -85,6 +92,18 @@ def pytest_configure(config: pytest.Config) -> None:
         from hypothesis import settings
 
         settings.load_profile("fuzz")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    yield
+    GUARD.complain()
+
+
+@pytest.fixture
+def guard() -> closed_folders.Guard:
+    """What fails a test that opens what is the user's."""
+    return GUARD
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -116,7 +135,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    for line in config.stash[FIGURES]:
+    from missing import not_run
+
+    for line in (*config.stash[FIGURES], *not_run(terminalreporter.stats.get("skipped", []))):
         terminalreporter.write_line(line)
 
 

@@ -1,9 +1,11 @@
-"""Finds out which of the programs that some tests need are missing on a machine, and tells it at the end of a run."""
+"""Finds out what some tests need and a machine lacks, and tells it at the end of a run."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,19 @@ def left_out(config: pytest.Config) -> list[str]:
     if lines and os.environ.get(STRICT):
         raise pytest.UsageError("\n".join([*lines, f"{STRICT} is set, so that nothing is left out"]))
     return lines
+
+
+def not_run(skipped: Iterable[pytest.TestReport]) -> list[str]:
+    """Returns a line for each reason for which tests did not run: how many, why, and in which files."""
+    files: dict[str, Counter[str]] = defaultdict(Counter)
+    for report in skipped:
+        if isinstance(report.longrepr, tuple):
+            reason = report.longrepr[2].removeprefix("Skipped: ")
+            files[reason][report.nodeid.partition("::")[0]] += 1
+    return [
+        f"{counts.total()} not run: {reason}: {', '.join(f'{count} in {file}' for file, count in counts.items())}"
+        for reason, counts in files.items()
+    ]
 
 
 def _asked(config: pytest.Config, folder: Path) -> bool:

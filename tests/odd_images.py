@@ -82,6 +82,11 @@ def _modes() -> dict[str, bytes]:
     found["png P with alpha"] = saved(
         image.quantize(9), "PNG", transparency=bytes([0, 90, 200, 255, 10, 0, 1, 2, 3])
     )
+    for bits in (1, 2, 4):
+        few = image.quantize(1 << bits)
+        found[f"png P {bits} bits"] = saved(few, "PNG", bits=bits)
+        found[f"png P {bits} bits with a transparent colour"] = saved(few, "PNG", bits=bits, transparency=1)
+        found[f"png P {bits} bits with alpha"] = saved(few, "PNG", bits=bits, transparency=bytes([90, 200]))
     found["png RGB with a transparent colour"] = saved(image, "PNG", transparency=(250, 10, 30))
     found["png L with a transparent shade"] = saved(image.convert("L"), "PNG", transparency=90)
     shades = np.arange(61 * 43, dtype=np.uint16).reshape(43, 61) * 20
@@ -102,6 +107,28 @@ def _modes() -> dict[str, bytes]:
     found["one pixel"] = saved(Image.new("RGB", (1, 1), "red"), "PNG")
     found["wider than a strip"] = saved(photo((600, 3)), "PNG")
     return found
+
+
+def _shades() -> dict[str, tuple[bytes, np.ndarray]]:
+    """PNGs of every depth without alpha, each without and with a transparent colour, and their pixels in RGBA."""
+    found, x, y = {}, *np.meshgrid(np.arange(17), np.arange(11))
+    for colour, channels in ((0, 1), (2, 3)):
+        for depth in (1, 2, 4, 8, 16) if colour == 0 else (8, 16):
+            most = (1 << depth) - 1
+            samples = np.stack([(x * 1009 + y * 263 * (i + 1)) & most for i in range(channels)], -1)
+            bits = (samples[..., None] >> np.arange(depth)[::-1] & 1).reshape(11, -1).astype(np.uint8)
+            rows = b"".join(b"\0" + row.tobytes() for row in np.packbits(bits, 1))
+            eight = samples >> 8 if depth == 16 else samples * (255 // most)
+            for key in (None, samples[4, 7]):
+                seen = np.ones((11, 17, 1)) if key is None else (samples != key).any(-1, keepdims=True)
+                before = b"" if key is None else chunk(b"tRNS", key.astype(">u2").tobytes())
+                name = f"{'grey' if colour == 0 else 'RGB'} {depth} bits, {'opaque' if key is None else 'transparent'}"
+                whole = np.concatenate([eight.repeat(3 // channels, -1), 255 * seen], -1).astype(np.uint8)
+                found[name] = png(17, 11, depth, colour, rows, before), whole
+    return found
+
+
+SHADES = _shades()
 
 
 def _turned() -> dict[str, bytes]:

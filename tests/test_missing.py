@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import missing
+import processors
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -69,3 +70,52 @@ def test_only_what_a_run_asks_for_is_missing(args, told, monkeypatch):
     monkeypatch.setattr(missing, "find_browser", lambda: "chromium")
     config = SimpleNamespace(args=args, invocation_params=SimpleNamespace(dir=ROOT))
     assert len(missing.left_out(config)) == told
+
+
+def test_the_end_of_a_run_counts_what_did_not_run_by_its_reason():
+    def skipped(nodeid, reason):
+        return SimpleNamespace(nodeid=nodeid, longrepr=("a.py", 1, f"Skipped: {reason}"))
+
+    reports = [
+        skipped("a.py::one", "no unit"),
+        skipped("b.py::two", "no curl"),
+        skipped("b.py::three", "no unit"),
+    ]
+    reports.append(SimpleNamespace(nodeid="c.py::expected_to_fail", longrepr="a fault that is known"))
+    assert missing.not_run(reports) == [
+        "2 not run: no unit: 1 in a.py, 1 in b.py",
+        "1 not run: no curl: 1 in b.py",
+    ]
+
+
+SAY_PROCESSOR = """
+import sys
+sys.path.insert(0, "tests")
+import processors
+processors.hold_libraries()
+import torch
+from mpic.kernels import instructions
+print(instructions.level(), instructions.pairs(), instructions.unit())
+print(*(name for name in processors.PROCESSORS if not processors.why_not(name)))
+"""
+
+
+@pytest.mark.parametrize("name", [*processors.PROCESSORS, "avx10"])
+def test_a_run_is_held_to_the_processor_that_it_is_to_stand_for(name):
+    variables = {processors.VARIABLE: name}
+    done = subprocess.run(
+        [sys.executable, "-c", SAY_PROCESSOR],
+        cwd=ROOT,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+    )
+    if name not in processors.PROCESSORS:
+        assert "avx2, avx512, avx512_bf16, amx, not 'avx10'" in done.stderr
+        return
+    if processors.why_not(name):
+        pytest.skip(processors.why_not(name))
+    wanted, names = processors.PROCESSORS[name], list(processors.PROCESSORS)
+    first, second = done.stdout.splitlines()
+    assert first == f"{wanted.level} {wanted.pairs} {wanted.unit}"
+    assert second.split() == names[: names.index(name) + 1]

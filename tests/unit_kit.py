@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from processors import needs
 from spans_kit import needs_compiler
 
-from mpic.kernels import c_kernel, decoder, linear, linear_tiles, products
-from mpic.kernels.products import Products
+from mpic.kernels import block_tiles, c_kernel, decoder, instructions, linear, linear_tiles, products
+from mpic.kernels.products import BlockProducts, Products
+from mpic.model import kernel_linear
 
-UNIT = torch.cpu._is_amx_tile_supported()
-needs_unit = pytest.mark.skipif(not UNIT, reason="the processor has no matrix unit (AMX)")
+needs_unit = needs("amx")
 on_both = pytest.mark.parametrize(
     "emulated",
     [
@@ -63,10 +66,25 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def has_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has kernels be chosen as on a processor with a matrix unit, which is emulated."""
+    monkeypatch.setattr(instructions, "unit", lambda: True)
+    monkeypatch.setattr(c_kernel, "why_no_unit", lambda: "")
+    for module in (linear_tiles, block_tiles):
+        monkeypatch.setattr(module, "load", functools.partial(module.load, emulated=True))
+
+
 def use_emulated_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has models that are loaded from now on in bf16 multiply blocks of rows on a unit that is emulated."""
+    use_for_blocks(monkeypatch, linear_tiles.load(emulated=True))
+
+
+def use_for_blocks(monkeypatch: pytest.MonkeyPatch, kernel: BlockProducts | None) -> None:
+    """Has models that are loaded from now on in bf16 multiply blocks of rows with a kernel, or with torch, whatever
+    the processor would have."""
     dtype = torch.bfloat16
-    found = Products(linear.load(dtype), linear_tiles.load(emulated=True))
+    found = Products(linear.load(dtype), kernel)
     own = products.load
     monkeypatch.setattr(products, "load", lambda asked: found if asked is dtype else own(asked))
-    monkeypatch.setattr(decoder, "load", decoder.load.__wrapped__)
+    for module, cached in ((decoder, "load"), (kernel_linear, "_kernels")):
+        monkeypatch.setattr(module, cached, inspect.unwrap(getattr(module, cached)))

@@ -22,7 +22,7 @@ from PIL import Image
 
 from mpic.errors import InvalidVideo, NoVideoDecoder
 from mpic.imaging.clip_header import container, is_animated, is_fragmented, movie_seconds
-from mpic.imaging.pixels import to_rgb
+from mpic.imaging.pixels import converted
 
 INSTALL = "pip install 'mpic[video]'"
 ALLOWED = "format_whitelist;mov,matroska,avi|protocol_whitelist;none"
@@ -128,7 +128,7 @@ def _animation(image: Image.Image) -> Iterator[Shown]:
         image.load()
         delay = image.info.get("duration", 0) / 1000
         end = at + (delay if delay >= SHORTEST_DELAY else DELAY)
-        yield Shown(at, end, lambda: to_rgb(image))
+        yield Shown(at, end, lambda: converted(image))
         at = end
 
 

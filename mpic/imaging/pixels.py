@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageMath
 
 from mpic.errors import (
     AnimatedImage,
@@ -44,6 +44,8 @@ SIDEWAYS = (Turn.TRANSPOSE, Turn.ROTATE_270, Turn.TRANSVERSE, Turn.ROTATE_90)
 FROM_RIGHT = (Turn.TRANSVERSE, Turn.ROTATE_90)
 """The first row of the upright image is the last column of the stored one."""
 FROM_BELOW = (Turn.ROTATE_180, Turn.FLIP_TOP_BOTTOM)
+STEPS = {"L;2": (3, 85), "L;4": (15, 17)}
+"""The largest shade of a grey PNG with 2 or 4 bits a pixel, and how far apart its shades are in 8 bits."""
 
 # applies to all of Pillow in this process
 warnings.filterwarnings("error", category=Image.DecompressionBombWarning)
@@ -115,7 +117,7 @@ class Upright:
 
     def __init__(self, image: Image.Image) -> None:
         self._image = image
-        self._turn = TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+        self._turn = _turn(image)
         width, height = image.size
         self.size = (height, width) if self._turn in SIDEWAYS else (width, height)
 
@@ -132,7 +134,7 @@ class Upright:
             strip = self._image.crop(self._source(top, min(top + rows, height)))
             if self._turn is not None:
                 strip = strip.transpose(self._turn)
-            yield to_rgb(strip) if mode == "RGB" else strip.convert(mode)
+            yield converted(strip, mode)
 
     def _source(self, top: int, bottom: int) -> tuple[int, int, int, int]:
         """Returns the box in the stored image that holds rows of the upright one."""
@@ -167,7 +169,7 @@ def opened(data: bytes, rules: ImageRules, draft: int = 0) -> Iterator[Upright]:
             _admit(image, rules)
             if draft:
                 image.draft(None, (draft, draft))
-            image.load()
+            _load(image)
             yield Upright(image)
     except (InvalidUpload, TooLarge, OutOfMemory, HeaderMismatch):
         raise
@@ -260,11 +262,51 @@ def too_large(width: int, height: int, rules: ImageRules) -> ImageTooLarge:
     )
 
 
-def to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I"):  # 16 bits a pixel, in the low half of mode I
-        return image.convert("I").point(lambda value: value / 256).convert("L").convert("RGB")
-    if image.has_transparency_data:
-        layer = image.convert("RGBA")
-        white = Image.new("RGBA", layer.size, (255, 255, 255, 255))
-        return Image.alpha_composite(white, layer).convert("RGB")
-    return image.convert("RGB")
+def _load(image: Image.Image) -> None:
+    """Decodes the pixels. Pillow brings those of PNGs to 8 bits a channel, except for grey ones of 16 bits, and leaves
+    the transparent colour as it is in the file; here it is brought to 8 bits, too."""
+    raw = image.tile[0].args if image.format == "PNG" and image.tile else ""
+    image.load()
+    key = image.info.get("transparency")
+    if raw in STEPS and isinstance(key, int):
+        most, step = STEPS[raw]
+        image.info["transparency"] = (key & most) * step
+    elif raw == "RGB;16B" and isinstance(key, tuple):
+        image.info["transparency"] = tuple(value >> 8 for value in key)
+
+
+def _turn(image: Image.Image) -> Turn | None:
+    """Returns the turn that sets an image upright; None as well where its EXIF data cannot be read."""
+    try:
+        return TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except MemoryError:
+        raise
+    except Exception:  # a reader of hostile bytes may raise almost any exception
+        return None
+
+
+def converted(image: Image.Image, mode: str = "RGB") -> Image.Image:
+    """Returns an image in RGB, laid over white where it is transparent, or in RGBA."""
+    if image.mode.startswith("I"):
+        image = _in_8_bits(image)
+    if not image.has_transparency_data:
+        image = image.convert("RGB")
+        return image if mode == "RGB" else image.convert(mode)
+    layer = image.convert("RGBA")
+    if mode == "RGBA":
+        return layer
+    white = Image.new("RGBA", layer.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, layer).convert("RGB")
+
+
+def _in_8_bits(image: Image.Image) -> Image.Image:
+    """Returns a grey image of 16 bits a pixel, which Pillow would cut off at 255, in L or LA."""
+    wide = image.convert("I")
+    shades = wide.point(lambda value: value / 256).convert("L")
+    key = shades.info.pop("transparency", None)
+    if key is not None:
+        seen = ImageMath.lambda_eval(
+            lambda args: args["convert"]((args["wide"] != key) * 255, "L"), wide=wide
+        )
+        shades.putalpha(seen)
+    return shades

@@ -23,6 +23,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from mpic.data.generator.conversation import CHAT_TEMPLATES, SPECIAL, Labels
 from mpic.data.generator.images import LARGE, PATCH, SIZE
+from mpic.kernels import instructions
 
 
 @dataclass(frozen=True)
@@ -188,9 +189,7 @@ def products_dtype(device: torch.device) -> torch.dtype:
 
     An x86 processor without AVX-512 BF16 multiplies bf16 five times slower than fp32, and small matrices fifty times.
     """
-    slow = (
-        device.type == "cpu" and platform.machine() == "x86_64" and not torch.cpu._is_avx512_bf16_supported()
-    )
+    slow = device.type == "cpu" and platform.machine() == "x86_64" and not instructions.pairs()
     return torch.float32 if slow else torch.bfloat16
 
 

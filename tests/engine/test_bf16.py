@@ -7,6 +7,8 @@ from unittest import mock
 
 import pytest
 import torch
+from processors import needs
+from unit_kit import use_for_blocks
 
 from mpic.evals.bench.harness import BenchDevice
 from mpic.evals.bench.workload import (
@@ -20,8 +22,7 @@ from mpic.evals.bench.workload import (
     request_of,
     text_chunk,
 )
-from mpic.kernels import block, linear, linear_widened, products
-from mpic.kernels.products import Products
+from mpic.kernels import block, linear_widened
 from mpic.model import attention_choice
 from mpic.model.loaded import LoadedModel
 from mpic.model.selftest import self_test
@@ -76,9 +77,7 @@ def test_logits_in_bf16_are_those_of_the_same_weights_in_fp32_within_its_roundin
     assert error.max() < 0.06 * wanted.abs().max() and error.mean() < 0.012 * wanted.abs().max()
 
 
-@pytest.mark.skipif(
-    not torch.cpu._is_avx512_bf16_supported(), reason="the processor multiplies no pairs of bf16 numbers"
-)
+@needs("avx512_bf16")
 @pytest.mark.parametrize("policy", ["full", "mpic-16"])
 def test_the_kernel_for_blocks_serves_by_itself_and_is_no_further_from_fp32_than_torch(
     models, policy, monkeypatch
@@ -105,8 +104,7 @@ def test_products_of_widened_weights_are_no_further_from_fp32_than_torchs(models
     )
     wanted, errors = _logits(fp32, "auto", policy), []
     for blocks in (linear_widened.WidenedKernel(17), None):
-        found = Products(linear.load(torch.bfloat16), blocks)
-        monkeypatch.setattr(products, "load", lambda dtype, found=found: found)
+        use_for_blocks(monkeypatch, blocks)
         errors.append((_logits(_made(), "auto", policy) - wanted).square().mean())
     assert taken and errors[0] < 1.6 * errors[1], "both differ by roundings alone"
 

@@ -7,6 +7,7 @@ import torch
 
 from mpic.evals.bench.harness import BenchDevice
 from mpic.evals.bench.results import machine
+from mpic.kernels import instructions
 
 CPU = BenchDevice(torch.device("cpu"), torch.bfloat16)
 
@@ -16,7 +17,7 @@ CPU = BenchDevice(torch.device("cpu"), torch.bfloat16)
     [(True, True, "(AVX512, AMX)"), (False, True, "(AVX512, AVX512 BF16)"), (False, False, "(AVX512)")],
 )
 def test_a_machine_says_what_it_multiplies_bfloat16_with(monkeypatch, tiles, pairs, said):
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: pairs)
+    monkeypatch.setattr(instructions, "level", lambda: "AVX512")
+    monkeypatch.setattr(instructions, "unit", lambda: tiles)
+    monkeypatch.setattr(instructions, "pairs", lambda: pairs)
     assert said in machine(CPU) and "bfloat16 on cpu" in machine(CPU)

@@ -1,10 +1,12 @@
 """Every path gives the pixels, the key and the refusal that decoding an image at once gives."""
 
 import io
+import struct
+from contextlib import suppress
 
 import numpy as np
 import pytest
-from odd_images import FILES, flat_png, photo, saved
+from odd_images import FILES, SHADES, flat_png, photo, saved
 from PIL import Image, ImageOps
 
 from mpic.errors import AnimatedImage, ImageTooLarge, InvalidImage, MPICError, UnsupportedType
@@ -34,7 +36,8 @@ def at_once(data, rules=RULES):
             if image.format not in ("GIF", "MPO") and getattr(image, "is_animated", False):
                 raise AnimatedImage("")
             image.load()
-            image = ImageOps.exif_transpose(image)
+            with suppress(SyntaxError, struct.error):  # EXIF data that nobody can read
+                image = ImageOps.exif_transpose(image)
             if image.mode.startswith("I"):
                 return image.convert("I").point(lambda value: value / 256).convert("L").convert("RGB")
             if image.has_transparency_data:
@@ -124,6 +127,46 @@ def test_thumbnails_look_like_the_image(name, transparent):
     seen = Image.alpha_composite(white, small.convert("RGBA")).convert("RGB")
     expected = whole.resize(small.size, Image.Resampling.BOX)
     assert np.abs(np.asarray(seen, float) - np.asarray(expected, float)).mean() < 12
+
+
+@pytest.mark.parametrize("name", SHADES)
+def test_every_kind_of_png_has_the_pixels_that_the_standard_gives_it(name, few_rows):
+    """Samples are brought to 8 bits, and the pixels of one colour are transparent."""
+    data, expected = SHADES[name]
+    over_white = np.where(expected[..., 3:] == 0, 255, expected[..., :3])
+    assert np.array_equal(np.asarray(pixels.decode(data, RULES)), over_white)
+    side = max(expected.shape)
+    small = Image.open(io.BytesIO(pixels.thumbnail(data, RULES, side, transparent=True)))
+    assert np.array_equal(np.asarray(small), expected)
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(pixels.thumbnail(data, RULES, side)))), over_white)
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if not name.startswith("jpeg")])
+def test_a_thumbnail_at_full_size_has_the_pixels_of_the_image(name, few_rows):
+    expected = outcome(pixels.decode, FILES[name])
+    if isinstance(expected, str):
+        with pytest.raises(MPICError) as refused:
+            pixels.thumbnail(FILES[name], RULES, 600)
+        assert refused.value.code == expected
+        return
+    small = Image.open(io.BytesIO(pixels.thumbnail(FILES[name], RULES, max(expected[0]))))
+    assert (small.size, small.tobytes()) == expected
+    clear = Image.open(io.BytesIO(pixels.thumbnail(FILES[name], RULES, max(expected[0]), transparent=True)))
+    white = Image.new("RGBA", clear.size, "white")
+    assert Image.alpha_composite(white, clear).convert("RGB").tobytes() == expected[1]
+
+
+@pytest.mark.parametrize(
+    "exif", [b"Exif\0\0garbage", b"Exif\0\0II", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff", b"\0" * 9, b"II*\0\1"]
+)
+@pytest.mark.parametrize("format", ["PNG", "WEBP", "JPEG"])
+def test_exif_data_that_cannot_be_read_means_no_orientation(format, exif):
+    options = {"lossless": True} if format == "WEBP" else {}
+    plain = saved(photo(), format, **options)
+    assert outcome(pixels.decode, saved(photo(), format, exif=exif, **options)) == outcome(
+        pixels.decode, plain
+    )
+    assert pixels.thumbnail(plain, RULES, 16)
 
 
 def test_a_thumbnail_of_a_tiny_image_is_shown_larger_only_when_asked():

@@ -6,6 +6,7 @@ import pytest
 import spans_kit
 import torch
 from hypothesis import given, settings
+from processors import compiled_for
 from rotation_kit import Rotary
 from spans_kit import (
     CPU,
@@ -24,6 +25,8 @@ from spans_kit import (
 from mpic.kernels import block_spans, c_kernel
 from mpic.kernels.attention import PLAIN, Extras
 from mpic.kernels.backends import block_spans as choose
+
+processor = compiled_for("avx2", "avx512")
 
 
 def attended(q: torch.Tensor, calls: list, rotary: Rotary, extras: Extras = PLAIN, **given) -> torch.Tensor:

@@ -3,7 +3,6 @@ file with the unit's work in plain C is tested wherever there is a compiler."""
 
 from __future__ import annotations
 
-import functools
 import math
 
 import pytest
@@ -25,9 +24,9 @@ from spans_kit import (
     needs_compiler,
     steps,
 )
-from unit_kit import UNIT, configured_threads, needs_unit, on_both, threads
+from unit_kit import configured_threads, has_unit, needs_unit, on_both, threads
 
-from mpic.kernels import block_tiles, c_kernel, cpu
+from mpic.kernels import block_tiles, c_kernel, cpu, instructions
 from mpic.kernels.attention import PLAIN, Extras, GatheredCalls, KVView, SpanCall, attend
 from mpic.kernels.backends import block_spans as choose
 from mpic.kernels.backends import row_blocks
@@ -287,10 +286,7 @@ def fresh(tmp_path, monkeypatch):
 
 @needs_compiler
 def test_bf16_has_it_on_a_processor_with_a_matrix_unit_and_other_dtypes_do_not(monkeypatch):
-    if not UNIT:
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-        monkeypatch.setattr(c_kernel, "why_no_unit", lambda: "")
-        monkeypatch.setattr(block_tiles, "load", functools.partial(block_tiles.load, emulated=True))
+    has_unit(monkeypatch)
     kernels, reason = choose(CPU, torch.bfloat16, [64, 128, 64])
     assert [(k.name, k.head_dim) for k in kernels] == [("cpu-block-tiles", d) for d in (64, 128, 64)]
     assert reason == "" and choose(CPU, torch.bfloat16, [64], torch.bfloat16)[0] == kernels[:1]
@@ -303,14 +299,15 @@ def test_bf16_has_it_on_a_processor_with_a_matrix_unit_and_other_dtypes_do_not(m
 
 def test_bf16_does_not_have_it_on_other_processors(monkeypatch):
     block_tiles.load.cache_clear()
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(instructions, "unit", lambda: False)
     assert {k.name for k in choose(CPU, torch.bfloat16, [64])[0]} <= {"cpu-block-spans"}
     with pytest.raises(block_tiles.KernelUnavailable, match="the processor has no matrix unit"):
         block_tiles.load(64)
 
 
 def test_a_unit_that_the_operating_system_withholds_is_not_used(fresh, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(instructions, "unit", lambda: True)
+    monkeypatch.setattr(instructions, "pairs", lambda: True)
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: False)
     kernels, note = choose(CPU, torch.bfloat16, [64])
     assert {kernel.name for kernel in kernels} <= {"cpu-block-spans"}
@@ -320,7 +317,8 @@ def test_a_unit_that_the_operating_system_withholds_is_not_used(fresh, monkeypat
 def test_heads_above_256_dimensions_and_a_machine_without_a_compiler_are_refused(fresh, monkeypatch):
     with pytest.raises(block_tiles.KernelUnavailable, match="up to 256 dimensions, not 257"):
         block_tiles.load(257, emulated=True)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(instructions, "unit", lambda: True)
+    monkeypatch.setattr(instructions, "pairs", lambda: True)
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: True)
     monkeypatch.setattr(c_kernel.shutil, "which", lambda name: None)
     assert "up to 256 dimensions, not 576" in choose(CPU, torch.bfloat16, [576])[1]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processors import why_not
+from unit_kit import has_unit
 
-from mpic.kernels import block, block_tiles, c_kernel, pairs
+from mpic.kernels import block, c_kernel, instructions, pairs
 from mpic.kernels.backends import row_blocks, single_rows
 from mpic.model import attention_choice
 
@@ -19,7 +20,9 @@ try:
     LOADED = block.load((32, 64, 80, 128))
 except block.KernelUnavailable:
     LOADED = None
-needs_kernel = pytest.mark.skipif(LOADED is None, reason="no AVX-512 BF16, or no C compiler")
+needs_kernel = pytest.mark.skipif(
+    LOADED is None, reason=why_not("avx512_bf16") or "no C compiler on this machine"
+)
 needs_single_rows = pytest.mark.skipif(
     single_rows(CPU, torch.bfloat16, 64)[0] is None, reason="no kernel for single rows, so none for blocks"
 )
@@ -121,22 +124,22 @@ def test_only_bf16_on_a_cpu_has_it():
 
 
 def test_processors_that_multiply_no_pairs_do_not_have_it(monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(instructions, "pairs", lambda: False)
+    monkeypatch.setattr(instructions, "unit", lambda: False)
     assert row_blocks(CPU, torch.bfloat16, [64]) == (None, "the processor has no AVX-512 BF16")
 
 
 def test_processors_with_a_matrix_unit_have_a_better_one(monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(instructions, "pairs", lambda: True)
+    monkeypatch.setattr(instructions, "unit", lambda: True)
     assert row_blocks(CPU, torch.bfloat16, [64]) == (None, "")
 
 
 @pytest.mark.parametrize("ratio, taken", [(1.0, True), (1.6, False)])
 def test_processors_that_are_slow_at_pairs_have_a_better_one(monkeypatch, ratio, taken):
     kernel = SimpleNamespace()
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(instructions, "pairs", lambda: True)
+    monkeypatch.setattr(instructions, "unit", lambda: False)
     monkeypatch.setattr(pairs, "over_singles", lambda: ratio)
     monkeypatch.setattr(block, "load", lambda dims: kernel)
     assert row_blocks(CPU, torch.bfloat16, [64]) == (kernel if taken else None, "")
@@ -144,8 +147,8 @@ def test_processors_that_are_slow_at_pairs_have_a_better_one(monkeypatch, ratio,
 
 @pytest.mark.parametrize("dim", [63, 576])
 def test_other_heads_are_left_to_torch(dim, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(instructions, "pairs", lambda: True)
+    monkeypatch.setattr(instructions, "unit", lambda: False)
     with pytest.raises(block.KernelUnavailable, match=f"not {dim}"):
         block.load([64 if LOADED else dim, dim])
 
@@ -171,10 +174,7 @@ def choice(softcap: float | None = None) -> attention_choice.AttentionChoice:
 
 @needs_single_rows
 def test_a_matrix_unit_has_the_work_of_bf16_over_all_spans(monkeypatch):
-    if not torch.cpu._is_amx_tile_supported():
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-        monkeypatch.setattr(c_kernel, "why_no_unit", lambda: "")
-        monkeypatch.setattr(block_tiles, "load", functools.partial(block_tiles.load, emulated=True))
+    has_unit(monkeypatch)
     chosen = choice()
     assert chosen.name == "cpu-stream" and chosen.blocks == "cpu-block-tiles"
     assert [spans.name for spans in chosen.spans] == ["cpu-block-tiles"] and not chosen.blocks_note
@@ -183,14 +183,15 @@ def test_a_matrix_unit_has_the_work_of_bf16_over_all_spans(monkeypatch):
 @needs_single_rows
 def test_scores_that_are_capped_stay_torchs_on_a_matrix_unit(monkeypatch):
     """Not even the kernel that would compute in fp32 takes them: torch uses the unit where it can."""
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(instructions, "unit", lambda: True)
     chosen = choice(30.0)
     assert chosen.blocks == "cpu-flash" and not chosen.spans and "are capped" in chosen.blocks_note
 
 
 @needs_single_rows
 def test_a_unit_that_the_system_withholds_leaves_the_work_to_fp32_and_the_reason_is_told(monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(instructions, "unit", lambda: True)
+    monkeypatch.setattr(instructions, "pairs", lambda: True)
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: False)
     chosen = choice()
     assert chosen.blocks == "cpu-block-spans" and "does not let" in chosen.blocks_note

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from processors import compiled_for
 from rotation_kit import Rotary
 
 from mpic.kernels import block_spans, reference, stream
@@ -18,6 +19,7 @@ needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler on this machine"
 )
 LAYERS, LAYER = 2, 1
+processor = compiled_for("avx2", "avx512")
 
 
 def extent(slots: int, dim: int, kv_heads: int = 2) -> KVView:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit_kit import configured_threads, needs_unit, on_both, threads
 
-from mpic.kernels import c_kernel, linear, linear_tiles, pairs, products
+from mpic.kernels import c_kernel, instructions, linear, linear_tiles, pairs, products
 from mpic.kernels.linear import Product
 
 needs_compiler = pytest.mark.skipif(
@@ -209,7 +209,7 @@ def fresh(tmp_path, monkeypatch):
 
 @needs_compiler
 def test_bf16_has_it_where_there_is_a_unit_and_other_dtypes_do_not(fresh, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(instructions, "unit", lambda: False)
     with contextlib.suppress(linear.KernelUnavailable):
         found = products.load(torch.bfloat16)
         assert found.tiles is None and found.blocks_note == ""
@@ -220,16 +220,15 @@ def test_bf16_has_it_where_there_is_a_unit_and_other_dtypes_do_not(fresh, monkey
         assert products.load(torch.float32).blocks is None
 
 
-@needs_compiler
-@needs_unit
-def test_blocks_of_rows_are_its_and_few_rows_or_odd_inputs_are_not():
-    found = products.load(torch.bfloat16)
+@on_both
+def test_blocks_of_rows_are_its_and_few_rows_or_odd_inputs_are_not(emulated):
+    found = products.Products(linear.load(torch.bfloat16), linear_tiles.load(emulated=emulated))
     assert found.blocks.name == "cpu-linear-tiles"
     assert found.takes(1000, 64) and not found.takes(1000, 63) and found.takes(4, 63)
     by = Product(some(40, 64, seed=1), some(40, seed=2))
     for rows in (1, 4, 5, 100):
         x = some(rows, 64)
-        wanted = found.few(x, *by) if rows < 5 else multiplied(False, x, by)[0]
+        wanted = found.few(x, *by) if rows < 5 else multiplied(emulated, x, by)[0]
         assert torch.equal(found(x, by), wanted)
     for rows in (5, 100):
         x, odd = some(rows, 63), Product(by.weight[:, :63].contiguous(), by.bias)
@@ -237,11 +236,12 @@ def test_blocks_of_rows_are_its_and_few_rows_or_odd_inputs_are_not():
 
 
 @needs_compiler
-@needs_unit
 def test_without_the_systems_leave_blocks_are_multiplied_in_fp32_and_the_reason_is_told(fresh, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: False)
+    withheld = "the operating system does not let programs use the matrix unit"
+    monkeypatch.setattr(instructions, "unit", lambda: True)
+    monkeypatch.setattr(c_kernel, "why_no_unit", lambda: withheld)
     found = products.load(torch.bfloat16)
-    assert found.blocks.name == "cpu-linear-widened" and "does not let programs use" in found.blocks_note
+    assert found.blocks.name == "cpu-linear-widened" and found.blocks_note == withheld
     x, by = some(100, 64), Product(some(40, 64, seed=1))
     assert_exact(found(x, by), x, by)
 

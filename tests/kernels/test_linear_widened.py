@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processors import needs
 from threads_kit import started
 
-from mpic.kernels import c_kernel, linear, linear_tiles, linear_widened, pairs, products
+from mpic.kernels import c_kernel, instructions, linear, linear_tiles, linear_widened, pairs, products
 from mpic.kernels.linear import KernelUnavailable, Product
 from mpic.kernels.linear_widened import WidenedKernel
 
@@ -119,8 +120,8 @@ def processor(monkeypatch):
             "load",
             lambda: linear_tiles.LinearTilesKernel.__new__(linear_tiles.LinearTilesKernel),
         )
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: ratio is not None)
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_unit)
+        monkeypatch.setattr(instructions, "pairs", lambda: ratio is not None)
+        monkeypatch.setattr(instructions, "unit", lambda: has_unit)
         monkeypatch.setattr(c_kernel, "why_no_unit", lambda: withheld)
         if ratio is None:
             monkeypatch.setattr(pairs, "over_singles", pairs.over_singles.__wrapped__)
@@ -156,7 +157,7 @@ def test_fp32_is_torchs_on_every_processor(processor):
     assert processor()(torch.float32).blocks is None
 
 
-@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="the processor multiplies no pairs")
+@needs("avx512_bf16")
 def test_the_time_of_pairs_is_measured_over_that_of_single_numbers():
     assert 0.5 < pairs.over_singles() < 8
 

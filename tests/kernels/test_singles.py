@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processors import compiled_for
 from rotation_kit import Rotary
 
 from mpic.kernels import c_kernel, cpu, reference, stream
@@ -21,6 +22,7 @@ from mpic.kernels.span import Span
 
 SETTINGS = settings(max_examples=60, deadline=None)
 LAYERS, LAYER = 3, 1
+processor = compiled_for("avx2", "avx512")
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler on this machine"

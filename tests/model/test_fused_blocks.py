@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from fused_kit import DTYPES, FAMILIES, loaded_model, needs_fused
+from processors import compiled_for
 
 from mpic.errors import ModelRefused
 from mpic.kernels.attention import SpanCall, Write
@@ -21,6 +22,7 @@ from mpic.model.fused_proof import TOLERANCE
 from mpic.model.hooks import Observed, Step
 
 pytestmark = needs_fused
+processor = compiled_for("avx2", "avx512", "avx512_bf16", "amx")
 BLOCKS = ((40, 0), (3, 25), (90, 7))
 """Rows of each block, and its own tokens before them."""
 

@@ -12,6 +12,7 @@ import torch
 import transformers as tf
 from families import TEXT, make_model
 from fused_kit import DTYPES, FAMILIES, loaded_model, needs_fused
+from processors import compiled_for
 from torch import nn
 from unit_kit import threads, use_emulated_unit
 
@@ -30,6 +31,7 @@ from mpic.model.quantize import quantize_weights
 from mpic.model.structure import RowInputs
 
 pytestmark = needs_fused
+processor = compiled_for("avx2", "avx512", "avx512_bf16", "amx")
 
 
 @pytest.fixture(scope="module")

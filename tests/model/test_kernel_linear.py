@@ -38,9 +38,6 @@ def loaded():
 @pytest.fixture
 def emulated_unit(monkeypatch):
     use_emulated_unit(monkeypatch)
-    kernel_linear._kernels.cache_clear()
-    yield
-    kernel_linear._kernels.cache_clear()
 
 
 def _tensors(output):

@@ -18,6 +18,7 @@ import transformers
 from mpic.evals.bench.harness import Bench, BenchDevice, Report, Row
 from mpic.evals.processor import processor
 from mpic.figure import save_png
+from mpic.kernels import instructions
 from mpic.table import print_whole
 
 if TYPE_CHECKING:
@@ -41,10 +42,10 @@ def machine(placement: BenchDevice) -> str:
 
 def _instructions() -> str:
     """Returns the instructions that torch computes with on the CPU, and what it multiplies bfloat16 with there."""
-    parts = [torch.backends.cpu.get_cpu_capability()]
-    if torch.cpu._is_amx_tile_supported():
+    parts = [instructions.level()]
+    if instructions.unit():
         parts.append("AMX")
-    elif torch.cpu._is_avx512_bf16_supported():
+    elif instructions.pairs():
         parts.append("AVX512 BF16")
     return ", ".join(parts)
 
