@@ -138,6 +138,7 @@ class Library:
             undo.callback(library.catalog.close)
             library.catalog.identify(folder.id)
             folder.remember()
+            library.catalog.settle_paths()
             if reconcile:
                 library.recovered = library.reconcile()
             undo.pop_all()
@@ -149,10 +150,13 @@ class Library:
 
         Raises:
             Unavailable: there is none, or it was written by an older version.
+            IntegrityError: its catalogue has rows that no library writes.
         """
         filesystem = FileSystem()
         folder = FolderLock(Path(root).absolute(), filesystem)
-        return cls(folder, limits or Limits(), filesystem, time.time, read_only=True)
+        library = cls(folder, limits or Limits(), filesystem, time.time, read_only=True)
+        library.catalog.settle_paths()
+        return library
 
     def reconcile(self) -> dict[str, int]:
         """Makes rows and files agree, at start-up or while nothing is uploaded. Only files that are known to be useless

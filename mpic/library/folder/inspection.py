@@ -69,7 +69,7 @@ class Marker:
         try:
             values = json.loads((root / MARKER).read_bytes())
             marker = cls(str(values["id"]), values["state"], int(values["format"]))
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
         if marker.format > FORMAT:
             raise IntegrityError(f"{root / MARKER} has format {marker.format}, this program knows {FORMAT}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sqlite3
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from sqlite3 import Connection
@@ -109,7 +110,20 @@ class Adoption:
         Returns:
             The paths of the sidecar and of its originals; nothing if the catalogue has these rows already, or if no
             original is there.
+
+        Raises:
+            CorruptFile: it describes what no catalogue holds, such as two files of one id; no row was made.
         """
+        self._db.execute("SAVEPOINT adoption")
+        try:
+            return self._take(path, sidecar, verify)
+        except sqlite3.IntegrityError as error:
+            self._db.execute("ROLLBACK TO adoption")
+            raise CorruptFile(f"the sidecar {path} does not fit the catalogue ({error})") from error
+        finally:
+            self._db.execute("RELEASE adoption")
+
+    def _take(self, path: str, sidecar: Sidecar, verify: Verify) -> set[str]:
         record = sidecar.record
         if sidecar.kind == "owner":
             return {path} if self._owner(record) else set()

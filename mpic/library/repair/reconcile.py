@@ -22,6 +22,8 @@ from mpic.library.folder.orphans import Orphans
 from mpic.library.folder.sidecars import DESCRIBED, SidecarKind, Sidecars
 from mpic.library.repair.adopt import LOST, Adoption, Record, check_original, read_sidecars
 
+NAMED = 20
+"""Most files put aside that the log names; their number is in it, too."""
 log = logging.getLogger(__name__)
 
 
@@ -59,6 +61,8 @@ class Reconciliation:
         gone = {name for name in unknown if _remembered_path(name) in dead}
         rest, adopted = self._adopt(unknown - gone, lost)
         orphans.take(sorted(rest))
+        for name in sorted(rest)[:NAMED]:
+            log.warning("%s was put into quarantine/orphans: no row and no sidecar describes it", name)
         for name in sorted(gone):
             filesystem.try_remove(self._root / name)
         done = Counter(lost_files=len(lost), adopted_files=adopted, orphans=len(rest))
@@ -109,18 +113,29 @@ class Reconciliation:
 
     def _adopt(self, unknown: set[str], lost: set[str]) -> tuple[set[str], int]:
         """Makes rows for the originals and the quotas that sidecars describe; returns the other paths of ``unknown``,
-        and the number of sidecars of originals used."""
+        and the number of sidecars of originals used. Where a sidecar cannot be read now, the next start tries again:
+        nothing of its folder is among these paths."""
         names = {name for name in unknown if name.endswith(SIDECAR)} | self._without_quotas()
-        sidecars = read_sidecars(
-            self._root, names, lambda name, error: log.warning("%s cannot be used: %s", name, error)
-        )
+        unread: set[str] = set()
+
+        def report(name: str, error: Exception) -> None:
+            log.warning("%s cannot be used: %s", name, error)
+            if isinstance(error, OSError):
+                unread.add(name.rpartition("/")[0])
+
+        sidecars = read_sidecars(self._root, names, report)
+        unknown = {name for name in unknown if name.rpartition("/")[0] not in unread}
         if not sidecars:
             return unknown, 0
         taken: list[set[str]] = []
         with self._catalog.write() as db:
             adoption = Adoption(db, self._catalog, self._now, lost)
             for name, sidecar in sidecars:
-                paths = adoption.take(name, sidecar, lambda path, row: self._verify(path, row, unknown))
+                try:
+                    paths = adoption.take(name, sidecar, lambda path, row: self._verify(path, row, unknown))
+                except CorruptFile as error:
+                    report(name, error)
+                    continue
                 if sidecar.kind != "owner":
                     taken.append(paths)
         for file_id in adoption.without_handle:
