@@ -19,7 +19,7 @@ import logging
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from sqlite3 import Connection, Row
@@ -116,14 +116,20 @@ class Sidecar:
 
     Args:
         record: columns of the row it describes; a cache also has ``chunks``, a list of rows.
+        replaces: id of the file whose handle an upload takes over, while its row may not be committed yet.
     """
 
     kind: SidecarKind
     record: dict[str, Any]
+    replaces: str = field(default="", compare=False)
 
     @classmethod
     def of(
-        cls, kind: SidecarKind, row: Mapping[str, Any], chunks: Iterable[Mapping[str, Any]] = ()
+        cls,
+        kind: SidecarKind,
+        row: Mapping[str, Any],
+        chunks: Iterable[Mapping[str, Any]] = (),
+        replaces: str = "",
     ) -> Sidecar:
         """Returns the sidecar of a row.
 
@@ -133,12 +139,14 @@ class Sidecar:
         record = _plain(row, COLUMNS[kind])
         if kind == "cache":
             record["chunks"] = [_plain(chunk, CACHE_CHUNK) for chunk in chunks]
-        return cls(kind, record)
+        return cls(kind, record, replaces)
 
     def encode(self) -> bytes:
         record = json.dumps(self.record, sort_keys=True)
         digest = hashlib.sha256(record.encode()).hexdigest()
-        return f'{{"format": {FORMAT}, "kind": "{self.kind}", "sha256": "{digest}", "record": {record}}}\n'.encode()
+        replaces = f'"replaces": {json.dumps(self.replaces)}, ' if self.replaces else ""
+        head = f'"format": {FORMAT}, "kind": "{self.kind}", {replaces}"sha256": "{digest}"'
+        return f'{{{head}, "record": {record}}}\n'.encode()
 
     @classmethod
     def decode(cls, data: bytes, name: str) -> Sidecar:
@@ -166,7 +174,7 @@ class Sidecar:
             raise CorruptFile(f"the sidecar {name} cannot be used: {where}: {first['msg']}") from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorruptFile(f"the sidecar {name} is damaged ({error!r})") from error
-        return cls(whole["kind"], whole["record"])
+        return cls(whole["kind"], whole["record"], str(whole.get("replaces", "")))
 
     @classmethod
     def read(cls, path: Path) -> Sidecar:
