@@ -14,6 +14,7 @@ error that lists the known ones.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -45,7 +46,16 @@ def bundled_model() -> str:
 
 
 def default_data_dir() -> str:
-    return platformdirs.user_data_dir("mpic", appauthor=False)
+    """Returns the folder below the user's home in which a server keeps its library. Raises ConfigError: there is no
+    home."""
+    none = ConfigError("there is no home folder (HOME): give a folder as --data-dir", param="data_dir")
+    try:
+        folder = platformdirs.user_data_dir("mpic", appauthor=False)
+    except RuntimeError:
+        raise none from None
+    if not Path(folder).is_absolute() or os.environ.get("HOME") == "":
+        raise none
+    return folder
 
 
 @dataclass(frozen=True)
@@ -278,6 +288,8 @@ def load_config(path: str | Path | None = None, flags: Mapping[str, Any] | None 
     config = Config(**{name: build(name, cls, values[name]) for name, cls in SECTIONS.items()})
     check_server(config.server)
     check_engine(config.engine)
+    if not config.library.data_dir:
+        raise ConfigError("[library] data_dir is empty: give a folder, or leave it out", param="data_dir")
     return config
 
 

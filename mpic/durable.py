@@ -45,7 +45,9 @@ class FileSystem:
         os.fsync(fd)
 
     def open(self, path: Path) -> int:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        """Opens a file for reading; returns its descriptor. Raises OSError also for a symbolic link, which no library
+        writes, and does not wait for the other end of a pipe."""
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size

@@ -35,3 +35,11 @@ def is_file(path: str | Path) -> bool:
     """Returns whether a path leads to a regular file. Raises OSError: it cannot be looked at."""
     found = status_of(path)
     return found is not None and S_ISREG(found.st_mode)
+
+
+def is_own_file(path: str | Path) -> bool:
+    """Returns whether a regular file has this very name; one behind a symbolic link has not."""
+    try:
+        return S_ISREG(os.lstat(path).st_mode)
+    except OSError:
+        return False

@@ -20,7 +20,7 @@ from mpic.errors import DatabaseFailed, IntegrityError
 
 log = logging.getLogger(__name__)
 FILE = "keys.sqlite"
-VERSION = 2
+VERSION = 3
 
 
 class KeyFile:
@@ -188,5 +188,13 @@ class KeyFile:
                     key TEXT NOT NULL REFERENCES keys (prefix),
                     until REAL NOT NULL
                 )""")
+        if version < 3:  # the check of a column cannot be changed, so the column is made anew
+            self._writer.execute("ALTER TABLE keys RENAME COLUMN role TO first_role")
+            self._writer.execute(
+                "ALTER TABLE keys ADD COLUMN role TEXT NOT NULL DEFAULT 'user' "
+                "CHECK (role IN ('user', 'admin', 'metrics'))"
+            )
+            self._writer.execute("UPDATE keys SET role = first_role")
+            self._writer.execute("ALTER TABLE keys DROP COLUMN first_role")
             self._writer.execute(f"PRAGMA user_version = {VERSION}")
         self._writer.execute("COMMIT")

@@ -41,8 +41,8 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 KEY = re.compile(r"mpic_([0-9a-f]{8})_[A-Za-z0-9_-]{43}")
 NEEDED = "keys.needed"
 """File beside the keys that says that there were some: whoever loses them must not get an open server instead."""
-Role = Literal["user", "admin"]
-ROLES: tuple[Role, ...] = ("user", "admin")
+Role = Literal["user", "admin", "metrics"]
+ROLES: tuple[Role, ...] = ("user", "admin", "metrics")
 
 
 class KeyNotFound(NotFound):
@@ -130,13 +130,14 @@ class KeyStore:
                 param="user",
             )
         if role not in ROLES:
-            raise BadRequest(f"a role is {' or '.join(ROLES)}, not {role!r}", param="role")
+            raise BadRequest(f"a role is {', '.join(ROLES[:-1])} or {ROLES[-1]}, not {role!r}", param="role")
         prefix = secrets.token_hex(4)
         secret = f"mpic_{prefix}_{secrets.token_urlsafe(32)}"
         row = (prefix, _hash(secret), user, role, self._clock(), None)
         row += (limits.requests_per_minute, limits.concurrent, limits.bytes, limits.files)
         with self._file.writing() as db:
-            db.execute("INSERT INTO keys VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+            columns = "prefix, hash, user, role, created_at, revoked_at, requests_per_minute, concurrent, bytes, files"
+            db.execute(f"INSERT INTO keys ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
         mark_keys(self.path.parent)
         return secret, self.get(prefix)
 

@@ -55,8 +55,13 @@ def check(config: Config) -> None:
 def check_folder(root: Path) -> None:
     """Checks that a library can be opened or made in a folder. Raises ConfigError, LibraryInUse."""
     with _looking_at(root, ConfigError, "data_dir"):
-        there = next(path for path in (root.absolute(), *root.absolute().parents) if status_of(path))
+        there = next(p for p in (root.absolute(), *root.absolute().parents) if status_of(p) or p.is_symlink())
         can_hold = is_folder(there)
+    if not can_hold and there.is_symlink():
+        leads = os.readlink(there)
+        raise ConfigError(
+            f"{there} is a link to {leads}, which is no folder: is its disk mounted?", param="data_dir"
+        )
     if not can_hold:
         raise ConfigError(f"{there} is not a folder: give another one as --data-dir", param="data_dir")
     if not os.access(there, os.W_OK | os.X_OK):

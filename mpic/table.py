@@ -1,15 +1,34 @@
-"""Tables in a terminal, of which nothing is cut off."""
+"""What is printed in a terminal: names and answers that send it no commands, and tables of which nothing is cut off."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
+
+COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Control characters but for tabs and ends of lines, and those that turn the direction of writing: a terminal obeys
+them, and shows something else than is there."""
 
 FOLDED = 20
 """Characters of a word that stay together in a column that may break words."""
+
+
+def printable(text: str) -> str:
+    """Returns a text that somebody else wrote with a mark in place of every character that a terminal would obey."""
+    return COMMANDS.sub("\ufffd", text)
+
+
+class PlainConsole(Console):
+    """A console whose texts send no commands to a terminal, whoever wrote them: those of cells, too."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
 
 
 def print_whole(table: Table, console: Console) -> None:

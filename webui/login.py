@@ -37,6 +37,8 @@ def router(app: FastAPI) -> APIRouter:
         found = keys.find(key.strip())
         if found is None:
             return _page("This key is not known here, or it was revoked.", 401)
+        if found.role == "metrics":
+            return _page("This key is for metrics only.", 403)
         state = app.state.mpic
         try:
             state.rates.count(found)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
-from rich.console import Console
 
 from mpic.errors import MPICError
+from mpic.table import COMMANDS, PlainConsole
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -20,8 +22,8 @@ HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 PLAIN = {"markup": False, "emoji": False, "highlight": False}
 """Text is printed as it is: it may be an answer, or a name that somebody gave."""
-out = Console(**PLAIN)
-err = Console(stderr=True, **PLAIN)
+out = PlainConsole(**PLAIN)
+err = PlainConsole(stderr=True, **PLAIN)
 
 Url = Annotated[
     str, typer.Option(envvar="MPIC_URL", show_envvar=True, help="where the server listens: URL or host:port")
@@ -97,8 +99,15 @@ def take_parameters(
 
 
 def print_json(value: Any) -> None:
-    """Prints JSON without colours and wrapping. Objects of the SDK become what the server sent."""
-    print(json.dumps(plain(value), indent=2, ensure_ascii=False))
+    """Prints JSON without colours and wrapping. Objects of the SDK become what the server sent. What the terminal would
+    obey, or standard output cannot hold, is escaped."""
+    text = json.dumps(plain(value), indent=2, ensure_ascii=False)
+    text = COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except (UnicodeEncodeError, AttributeError):  # AttributeError: there is no standard output
+        text = json.dumps(plain(value), indent=2)
+    print(text)
 
 
 def print_result(value: Any, line: str, as_json: bool) -> None:
@@ -203,8 +212,8 @@ def progress(what: str, total: int | None, quiet: bool) -> Iterator[Callable[[in
     from rich.progress import TimeRemainingColumn as Remaining
 
     last = (DownloadColumn(), Remaining()) if total is not None else (MofNCompleteColumn(),)
-    columns = (TextColumn("{task.description}"), BarColumn(), *last)
-    with Progress(*columns, console=err, transient=True, disable=quiet) as bar:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), *last)
+    with Progress(*columns, console=err, transient=True, disable=quiet or not err.is_terminal) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.advance(task, done)
 
@@ -216,14 +225,17 @@ def when(seconds: int | None) -> str | None:
 
 def is_expected(exc: BaseException) -> bool:
     """Returns whether an error is shown as one line, without a traceback."""
-    return isinstance(exc, MPICError)
+    return isinstance(exc, MPICError) or (isinstance(exc, OSError) and exc.errno is not None)
 
 
 def error_line(exc: Any) -> str:
     """Returns the line that shows an error."""
+    if isinstance(exc, OSError):
+        of = f"{os.fsdecode(exc.filename)}: " if isinstance(exc.filename, str | bytes) else ""
+        return f"error: {of}{exc.strerror or 'it cannot be read or written'} [os_error]"
     hint = ""
     if exc.code == "unauthorized":
         hint = (
             " Give a key by --api-key or the environment variable MPIC_API_KEY; `mpic keys create` makes one."
         )
-    return f"error: {exc.message} [{exc.code}]{hint}"
+    return f"error: {' '.join(str(exc.message).splitlines())} [{exc.code}]{hint}"

@@ -24,6 +24,7 @@ from mpic.cli.common import (
 )
 from mpic.errors import FileNotFound
 from mpic.handles import folded
+from mpic.table import COMMANDS
 
 if TYPE_CHECKING:
     from mpic.client import MPIC
@@ -79,8 +80,10 @@ def content(
     """Write the original, byte by byte: `mpic files content EIFFEL2025 -o eiffel.png`."""
     data = client.files.content(find(client, name).id)
     if output is None:
-        if sys.stdout.isatty() and b"\0" in data:
-            raise typer.BadParameter("binary content belongs in a file: -o PATH")
+        if sys.stdout.isatty() and COMMANDS.search(data.decode(errors="replace").replace("\r\n", "\n")):
+            raise typer.BadParameter(
+                "binary content, or text with control characters, belongs in a file: -o PATH"
+            )
         sys.stdout.buffer.write(data)
     else:
         try:

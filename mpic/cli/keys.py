@@ -52,7 +52,10 @@ def create(
     ],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="make the first key without asking")] = False,
     role: Annotated[
-        str, typer.Option(help="user, or admin: may also change references and see metrics")
+        str,
+        typer.Option(
+            help="user; admin: may also change references and see metrics; metrics: sees these and nothing else"
+        ),
     ] = "user",
     requests_per_minute: Annotated[int | None, AtLeastOne] = None,
     concurrent: Annotated[int | None, typer.Option(min=1, help="requests under way at once")] = None,

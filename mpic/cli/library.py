@@ -112,7 +112,7 @@ def library_check(
     The effects of a crash are repaired first. A damaged chunk is moved to `quarantine/` and compiled again on next
     use; a damaged original stays for you to replace. Files that the catalogue does not know are counted: those that a
     start could not add are kept in `quarantine/orphans/DATE/` for `orphan_days`. Exit status 1 if anything was damaged
-    or lost.
+    or lost; what a server leaves that was killed is noted, and is neither.
 
     Beside a running server it changes and repairs nothing.
     """
@@ -138,9 +138,12 @@ def library_check(
                 f"{len(aside)} files that the catalogue does not know ({decimal(orphans['bytes'])}) lie in "
                 f"quarantine/orphans, since {orphans['oldest']}; they are {kept}"
             )
-        rows = [(p.name, p.path, p.what, p.then) for p in problems]
+        for problem in problems:
+            if not problem.damaged:
+                out.print(f"left by a crash: {problem.path} {problem.what}; {problem.then}", soft_wrap=True)
+        rows = [(p.name, p.path, p.what, p.then) for p in problems if p.damaged]
         print_table(("name", "file", "what", "then"), rows, "everything is as it was stored")
-    if problems:
+    if any(problem.damaged for problem in problems):
         raise typer.Exit(1)
 
 

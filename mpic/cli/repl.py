@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
-import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,13 +17,12 @@ from mpic.cli.files import show_files
 from mpic.errors import BadRequest, MPICError
 from mpic.handles import of_file
 from mpic.link import parse_policy
+from mpic.table import printable
 
 if TYPE_CHECKING:
     from mpic.client import MPIC
     from mpic.client.types import Usage
 
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Control characters but for tabs and ends of lines."""
 COMMANDS = {
     "/upload": ("PATH [HANDLE]", "upload an image or a document, to be named in the next question"),
     "/files": ("", "list your uploads; name one in a question: IMAGE#NAME or FILE#NAME"),
@@ -112,7 +110,7 @@ class ReplSession:
 def _write(piece: str, out: Console) -> None:
     """Writes a piece of an answer as it is. A terminal gets no control characters from it: a document may have told the
     model to send commands to the terminal."""
-    out.file.write(CONTROLS.sub("\ufffd", piece) if out.is_terminal else piece)
+    out.file.write(printable(piece) if out.is_terminal else piece)
     out.file.flush()
 
 
@@ -176,6 +174,9 @@ def run_repl(session: ReplSession, out: Console) -> None:
             except EOFError:
                 out.print()
                 return
+            except UnicodeDecodeError:
+                out.print("error: the line is not in this terminal's encoding", style="red")
+                continue
             if text == "/quit":
                 return
             try:

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -14,7 +15,7 @@ import typer
 from mpic import preflight
 from mpic.cli import completion
 from mpic.cli.common import command_app, option, take_parameters
-from mpic.config import SECTIONS, default_data_dir, load_config
+from mpic.config import SECTIONS, ConfigError, default_data_dir, load_config
 from mpic.link import policy_names
 from mpic.memory import collector_paused
 
@@ -58,7 +59,9 @@ def described(doc: str) -> dict[str, str]:
 def shown(name: str, default: object) -> str:
     """Returns the sentence of the help text that names a default."""
     if default is dataclasses.MISSING:  # computed; the others are bundled models, as their help says
-        return f"Default: {default_data_dir()}." if name == "data_dir" else ""
+        with suppress(ConfigError):  # there is no home folder, and perhaps none is needed
+            return f"Default: {default_data_dir()}." if name == "data_dir" else ""
+        return ""
     return f"Default: {default}." if default not in ("", False) else ""
 
 

@@ -24,6 +24,7 @@ from mpic.cli.common import (
 from mpic.errors import BadRequest, MPICError
 from mpic.handles import of_file
 from mpic.press import press_names
+from mpic.table import printable
 
 if TYPE_CHECKING:
     from mpic.client import MPIC
@@ -133,12 +134,17 @@ def _progress(quiet: bool) -> Iterator[Show]:
     """Shows a progress bar of the current file on stderr."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=err, transient=True, disable=quiet) as bar:
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    with Progress(*columns, console=err, transient=True, disable=quiet or not err.is_terminal) as bar:
         task = bar.add_task("", total=None)
 
         def show(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
+            bar.update(task, description=printable(what), completed=done, total=total)
 
         yield show
 

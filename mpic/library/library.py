@@ -36,6 +36,7 @@ WARNINGS = {
     "missing_chunks": "compiled chunks are gone; they are compiled again on next use",
     "lost_files": "originals are gone; their files are marked as failed",
     "adopted_files": "uploads that the catalogue did not know were adopted from their sidecars",
+    "replaced_files": "replacements of uploads that a crash had interrupted are finished",
     "adopted_chunks": "compiled chunks that the catalogue did not know were adopted",
     "orphans": "files that the catalogue does not know were put into quarantine/orphans",
 }
@@ -139,6 +140,7 @@ class Library:
             undo.callback(library.catalog.close)
             library.catalog.identify(folder.id)
             folder.remember()
+            library.catalog.settle_paths()
             if reconcile:
                 library.recovered = library.reconcile()
             undo.pop_all()
@@ -150,10 +152,13 @@ class Library:
 
         Raises:
             Unavailable: there is none, or it was written by an older version.
+            IntegrityError: its catalogue has rows that no library writes.
         """
         filesystem = FileSystem()
         folder = FolderLock(Path(root).absolute(), filesystem)
-        return cls(folder, limits or Limits(), filesystem, time.time, read_only=True)
+        library = cls(folder, limits or Limits(), filesystem, time.time, read_only=True)
+        library.catalog.settle_paths()
+        return library
 
     def reconcile(self) -> dict[str, int]:
         """Makes rows and files agree, at start-up or while nothing is uploaded. Only files that are known to be useless
@@ -161,12 +166,14 @@ class Library:
 
         Returns:
             How many of each: ``missing_chunks`` and ``lost_files`` have a row and no file, ``found_chunks`` have theirs
-            again, ``adopted_chunks`` and ``adopted_files`` had no row, ``leftovers`` of crashes were removed,
+            again, ``adopted_chunks`` and ``adopted_files`` had no row, ``replaced_files`` were removed because one of
+            these replaces them, ``leftovers`` of crashes were removed,
             ``orphans`` were put into quarantine and ``expired_orphans`` deleted there, ``unknown`` have no name of this
             program and were left alone.
         """
         names = (
-            "missing_chunks lost_files found_chunks adopted_chunks adopted_files leftovers orphans unknown"
+            "missing_chunks lost_files found_chunks adopted_chunks adopted_files replaced_files leftovers orphans "
+            "unknown"
         )
         done = Counter(dict.fromkeys([*names.split(), "expired_orphans"], 0))
         known = self.files.paths() | self.references.paths()
@@ -175,6 +182,8 @@ class Library:
         done.update(self.store.reconcile(self.orphans))
         self.references.collect_retired()
         done.update(originals.run(self.orphans, self.filesystem))
+        if done["replaced_files"]:
+            self.files.collect_expired()
         self.forget_gone()
         self.references.collect_retired()  # an adopted version may have replaced an older one
         done["expired_orphans"] = len(self.orphans.expire())

@@ -32,12 +32,14 @@ not written to any more."""
 
 
 class Problem(NamedTuple):
-    """A file that is not as it should be, and the consequence; ``name`` is its owner's name for it."""
+    """A file that is not as it should be, and the consequence; ``name`` is its owner's name for it. ``damaged`` is
+    False for what a killed process leaves: nothing was lost."""
 
     path: str
     what: str
     then: str
     name: str = ""
+    damaged: bool = True
 
 
 class Garbage(NamedTuple):
@@ -90,6 +92,8 @@ ANEW, ASIDE, AGAIN = (
     "compiled again on next use",
 )
 MENDED = (ANEW, ASIDE)
+AHEAD = "does not say what the catalogue says"
+"""As after a change that a crash undid: the sidecar was written first (``folder.sidecars``)."""
 BESIDE = " when the server is stopped and this is run again"
 
 
@@ -224,13 +228,13 @@ def _scrub_sidecars(library: Library) -> Iterator[Problem]:
             continue
         if not library.catalog.read_only:
             library.sidecars.write(path, sidecar)
-        yield Problem(str(path.relative_to(library.root)), what, ANEW)
+        yield Problem(str(path.relative_to(library.root)), what, ANEW, damaged=what != AHEAD)
 
 
 def _sidecar_fault(path: Path, wanted: Sidecar) -> str | None:
     """Returns what is wrong with a sidecar, or None."""
     try:
-        return None if Sidecar.read(path) == wanted else "does not say what the catalogue says"
+        return None if Sidecar.read(path) == wanted else AHEAD
     except (CorruptFile, OSError) as error:
         return f"cannot be used ({error})"
 

@@ -125,7 +125,11 @@ class UploadIntake(LibraryPart):
         if kept is not None:
             return kept
         file = self._describe(wanted, incoming, now, expires_at)
-        self._originals.publish([(incoming, file.path)], Sidecar.of("file", self._rows.values(file)))
+        before = (
+            self._rows.by_handle(wanted.owner, wanted.handle) if wanted.replace and wanted.handle else None
+        )
+        sidecar = Sidecar.of("file", self._rows.values(file), replaces=before.id if before else "")
+        self._originals.publish([(incoming, file.path)], sidecar)
         damaged = lambda old: old.sha256 == file.sha256 and not self._intact(old)
         try:
             old = self._rows.insert(file, lambda old: wanted.replace or damaged(old), wanted.key)

@@ -176,6 +176,8 @@ class Authenticate:
             return await self.app(scope, receive, send)
         try:
             key = self._key(scope)
+            if key is not None and key.role == "metrics" and scope["path"] != "/metrics":
+                raise Forbidden("this key may read /metrics and nothing else")
             taken = None if key is None else self._admit(key)
         except MPICError as error:
             return await errors.response(error)(scope, receive, send)
@@ -277,5 +279,12 @@ async def _admin(user: Annotated[User, Depends(_current)]) -> User:
     return user
 
 
+async def _monitor(user: Annotated[User, Depends(_current)]) -> User:
+    if user.role == "user":
+        raise Forbidden("this needs a key with the role metrics or admin")
+    return user
+
+
 CurrentUser = Annotated[User, Depends(_current)]
 AdminUser = Annotated[User, Depends(_admin)]
+MonitorUser = Annotated[User, Depends(_monitor)]

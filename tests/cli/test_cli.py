@@ -1,6 +1,7 @@
 """The command line, against a real server where one is needed."""
 
 import errno
+import importlib
 import io
 import json
 import os
@@ -11,10 +12,15 @@ from unittest.mock import Mock
 
 import pytest
 from server_helpers import png
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from mpic import cli
+from mpic.cli import common
+from mpic.errors import BadRequest
 from mpic.handles import is_handle, of_file
+from mpic.library import Library
+from mpic.table import COMMANDS, PlainConsole
 
 
 @pytest.fixture
@@ -274,3 +280,173 @@ def test_the_list_of_commands_needs_none_of_them():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.rstrip().endswith("[]")
+
+
+# names that send commands to a terminal
+
+HOSTILE = "a\x1b[31m\x1b]8;;http://evil\x1b\\b\x07\rc\x9b2J\u202egnp.exe\u2066 [red]d[/red] \x7f\x00"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_no_name_sends_commands_to_a_terminal(monkeypatch, capsys, terminal):
+    shown = io.StringIO()
+    console = PlainConsole(file=shown, force_terminal=terminal, color_system=None, width=300, **common.PLAIN)
+    monkeypatch.setattr(common, "out", console)
+    common.print_table(("name", "id"), [(HOSTILE, HOSTILE)], "")
+    common.print_table(("name",), [], HOSTILE)
+    common.print_fields({"name": HOSTILE})
+    common.print_result({}, HOSTILE, False)
+    console.print(common.error_line(BadRequest(HOSTILE)), style="red", soft_wrap=True)
+    console.print(common.error_line(OSError(errno.ENOENT, "No such file", HOSTILE)), style="red")
+    text = shown.getvalue()
+    assert text.count("gnp.exe") == 7 and "[red]d[/red]" in text
+    assert not COMMANDS.search(text)
+    common.print_json({"name": HOSTILE})
+    printed = capsys.readouterr().out
+    assert json.loads(printed) == {"name": HOSTILE} and not COMMANDS.search(printed)
+
+
+def test_what_was_typed_sends_no_commands_either(mpic):
+    for args in (
+        ("upload", "--\x1b[31m"),
+        ("\x1b[31m",),
+        ("--\x1b[31m",),
+        ("library", "import", "\x1b]0;x\x07"),
+        ("library", "show", "\x1b[31m\u202e", "--data-dir", "/nowhere/\x1b[31m"),
+        ("serve", "--config", "/nowhere/\x1b[31m.toml"),
+    ):
+        status, out, err = mpic(*args)
+        assert status in (1, 2) and not COMMANDS.search(out + err), args
+
+
+# folders that are none
+
+LIBRARY = [
+    ("serve", "--port", "0"),
+    ("library", "ls"),
+    ("library", "show", "X"),
+    ("library", "check"),
+    ("library", "gc"),
+    ("library", "gc", "--dry-run"),
+    ("library", "export", "{tmp}/e.tar"),
+    ("library", "import", "{tmp}"),
+    ("library", "quota", "ann"),
+    ("library", "pin", "X"),
+    ("library", "backup", "{tmp}/backup"),
+    ("library", "recover"),
+    ("library", "give", "a", "b"),
+    ("library", "press", "knorm-50"),
+    ("keys", "create", "ann"),
+    ("keys", "list"),
+    ("keys", "revoke", "x"),
+]
+"""Every command with a data folder."""
+
+
+def commands(group, *names):
+    """Yields the words of every command below a group, and its options."""
+    for name in group.list_commands(None):
+        command = group.get_command(None, name)
+        if hasattr(command, "module"):
+            command = get_command(importlib.import_module(command.module).app)
+        if hasattr(command, "list_commands"):
+            yield from commands(command, *names, name)
+        else:
+            yield (*names, name), {opt for parameter in command.params for opt in parameter.opts}
+
+
+EVERY = dict(commands(get_command(cli.app)))
+
+
+def test_every_command_with_a_data_folder_is_tried():
+    here = {words for words, options in EVERY.items() if "--data-dir" in options}
+    tried = {words for words in EVERY if any(line[: len(words)] == words for line in LIBRARY)}
+    assert here - {("library", "restore")} == tried
+
+
+@pytest.mark.parametrize("place", ["dangling", "dangling/x", "/proc/x", "file", "file/x", "/dev/null", ""])
+@pytest.mark.parametrize("command", LIBRARY, ids=" ".join)
+def test_a_data_folder_that_is_none_is_one_line(mpic, tmp_path, monkeypatch, command, place):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dangling").symlink_to("/nonexistent/disk")
+    (tmp_path / "file").write_text("x")
+    before = sorted(os.listdir(tmp_path))
+    folder = f"{tmp_path}/{place}" if place and not place.startswith("/") else place
+    words = [word.format(tmp=tmp_path) for word in command]
+    for given in (("--data-dir", folder), (f"--data-dir={folder}",)):
+        status, out, err = mpic(*words, *given)
+        assert "Traceback" not in out + err
+        if place == "" and command[0] == "serve":
+            assert status == 1 and "data_dir is empty" in err
+        elif place == "":
+            assert status == 2 and "it is empty" in err
+        else:
+            assert status == 1 and err.count("\n") <= 1 + 4 * (words[:2] == ["keys", "create"])
+            assert err.splitlines()[-1].startswith("error: ") and folder.split("/x")[0] in err
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize(
+    "words", [words for words in EVERY if words[0] not in ("serve", "analyze", "train")], ids=" ".join
+)
+def test_an_empty_path_is_refused_by_every_option_that_takes_one(mpic, tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    paths = {"--data-dir", "--config", "--output", "-o", "--samples", "--out", "--table", "--image"}
+    for option in EVERY[words] & paths:
+        for given in ((option, ""), (f"{option}=",)):
+            status, _, err = mpic(*words, *given)
+            assert status == 2 and "it is empty" in err, (option, err)
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_empty_data_folder_in_a_file_is_refused(mpic, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mpic.toml").write_text('[library]\ndata_dir = ""\n')
+    status, _, err = mpic("library", "ls", "--config", "mpic.toml")
+    assert status == 1 and "data_dir is empty" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("home", ["", None])
+def test_without_a_home_a_data_folder_must_be_given(mpic, tmp_path, monkeypatch, home):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    monkeypatch.setenv("HOME", home) if home is not None else monkeypatch.delenv("HOME")
+    if home is None:
+        monkeypatch.setattr("pwd.getpwuid", Mock(side_effect=KeyError("uid")))
+    status, _, err = mpic("library", "ls")
+    assert status == 1 and "no home folder" in err and "--data-dir" in err and err.count("\n") == 1
+    assert mpic("serve", "--help")[0] == 0 and os.listdir(tmp_path) == []
+
+
+# consoles that cannot show everything
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8", "latin-1"])
+@pytest.mark.parametrize(
+    "words", [("--help",), ("serve", "--help"), ("library", "check"), ("library", "check", "--json")]
+)
+def test_what_a_console_cannot_show_is_replaced(monkeypatch, tmp_path, encoding, words):
+    with Library.open(tmp_path / "\u7b80\u5386") as library:
+        file = library.files.add("local", b"some text", "\u7b80\u5386.txt", metadata={"a": "\U0001f600"})
+        file.path.write_bytes(b"other text")
+    streams = {name: io.TextIOWrapper(io.BytesIO(), encoding=encoding) for name in ("stdout", "stderr")}
+    for name, stream in streams.items():
+        monkeypatch.setattr(sys, name, stream)
+    folder = ("--data-dir", str(library.root)) if words[0] == "library" else ()
+    monkeypatch.setattr("sys.argv", ["mpic", *words, *folder])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    shown = streams["stdout"].buffer.getvalue().decode(encoding)
+    assert ended.value.code == (1 if folder else 0) and shown
+    if "--json" in words:
+        assert json.loads(shown)["problems"][0]["name"] == "local: \u7b80\u5386.txt"
+
+
+@pytest.mark.parametrize("words", ["--help", "library ls", "library ls --json", "keys list"])
+def test_a_reader_that_goes_away_or_is_not_there_makes_no_traceback(tmp_path, words):
+    Library.open(tmp_path / "library").close()
+    folder = "" if words == "--help" else f"--data-dir {tmp_path}/library"
+    mpic = f"{sys.executable} -m mpic.cli {words} {folder}"
+    for line in (f"{mpic} | :", f"{mpic} >&-", f"{mpic} >/dev/full", f"{mpic} 2>&- >/dev/full"):
+        ran = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+        assert "Traceback" not in ran.stderr and "Exception ignored" not in ran.stderr, (line, ran.stderr)

@@ -128,6 +128,19 @@ def test_prometheus_and_grafana_are_given_what_they_refer_to():
     }
 
 
+def test_no_service_has_more_rights_than_it_needs_or_a_known_password():
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    for service in services.values():
+        assert service["cap_drop"] == ["ALL"] and service["security_opt"] == ["no-new-privileges:true"]
+        assert service["read_only"] is True and all(
+            port.startswith("127.0.0.1:") for port in service["ports"]
+        )
+    password = services["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD"]
+    assert re.fullmatch(r"\$\{GRAFANA_PASSWORD:\?[^}]+\}", password)  # compose refuses to start without it
+    page = (ROOT / "docs/containers.md").read_text()
+    assert "GRAFANA_PASSWORD" in page and "keys create prometheus --role metrics" in page
+
+
 # ---- the image
 
 

@@ -1,8 +1,11 @@
 """A library as one tar file: export and import."""
 
 import errno
+import hashlib
 import io
+import json
 import tarfile
+import tracemalloc
 
 import pytest
 from library_tools import store_of_each
@@ -168,3 +171,145 @@ def test_an_export_is_durable_and_leaves_nothing_on_failure(open_library, tmp_pa
     with pytest.raises(StorageFull):
         export(library, tmp_path / "again.tar")
     assert [path.name for path in tmp_path.glob("*.tar*")] == ["e.tar"]
+
+
+TEXT = b"some text"
+SHA = hashlib.sha256(TEXT).hexdigest()
+ENTRY = {"what": "file", "id": "file-1", "owner": "ann", "handle": "T", "expires_at": None, "metadata": {}}
+ENTRY |= {"kind": "text", "split": None, "press": "", "filename": "t.txt", "sha256": SHA, "pinned": False}
+
+
+def hostile(path, entry=ENTRY, change=lambda member: None, content=TEXT, more=(), **options):
+    """Writes an export whose original is a member that ``change`` has changed."""
+    with tarfile.open(path, "w", **options) as tar:
+        lines = b"\n".join(json.dumps(line).encode() for line in ({"format": 1}, entry))
+        for name, data in (("manifest.jsonl", lines), (f"originals/{SHA}", content)):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            if name != "manifest.jsonl":
+                change(member)
+            tar.addfile(member, io.BytesIO(data))
+        for member, data in more:
+            tar.addfile(member, io.BytesIO(data))
+    return path
+
+
+def sparse(path, size):
+    """Writes an export of a few kilobytes whose original is a sparse file of ``size`` bytes, in the form of PAX."""
+    headers = {"GNU.sparse.major": "0", "GNU.sparse.minor": "1", "GNU.sparse.name": f"originals/{SHA}"}
+    headers |= {"GNU.sparse.size": str(size), "GNU.sparse.numblocks": "1", "GNU.sparse.map": f"{size - 9},9"}
+    return hostile(
+        path, change=lambda member: setattr(member, "pax_headers", headers), format=tarfile.PAX_FORMAT
+    )
+
+
+def old_sparse(path, size):
+    """Does the same in GNU tar's own form."""
+    hostile(path, format=tarfile.GNU_FORMAT)
+    raw = bytearray(path.read_bytes())
+    at = raw.index(b"originals/")
+    raw[at + 156 : at + 157] = b"S"
+    raw[at + 386 : at + 410] = b"%011o\0" % (size - 9) + b"%011o\0" % 9
+    raw[at + 483 : at + 495] = b"%011o\0" % size
+    raw[at + 148 : at + 156] = b" " * 8
+    raw[at + 148 : at + 156] = b"%06o\0 " % sum(raw[at : at + 512])
+    path.write_bytes(raw)
+    return path
+
+
+@pytest.mark.parametrize("make", [sparse, old_sparse])
+def test_a_sparse_member_takes_no_memory(library, tmp_path, make):
+    path = make(tmp_path / "s.tar", 3 << 30)
+    assert path.stat().st_size < 32 << 10
+    with tarfile.open(path) as tar:
+        assert tar.getmembers()[1].size == 3 << 30  # it is what it should be
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadRequest, match="not what an export has"):
+            restore(library, path)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_original_that_no_upload_may_have_is_refused_before_it_is_read(open_library, tmp_path):
+    library = open_library(upload_bytes=1000)
+    [result] = restore(library, hostile(tmp_path / "b.tar", content=b"x" * 1001))
+    assert (result.outcome, result.code) == ("refused", "too_large")
+
+
+@pytest.mark.parametrize("type", [b"1", b"2", b"3", b"4", b"5", b"6"])
+@pytest.mark.parametrize("to", ["manifest.jsonl", "/etc/hostname", "../../victim"])
+def test_links_devices_and_pipes_are_refused(library, tmp_path, type, to):
+    def change(member):
+        member.type, member.linkname, member.size = type, to, 0
+
+    with pytest.raises(BadRequest, match="not what an export has"):
+        restore(library, hostile(tmp_path / "l.tar", change=change))
+    assert library.files.page("ann").files == []
+
+
+@pytest.mark.parametrize(
+    "name", ["/etc/passwd", "../victim", "originals/../x", f"originals/{SHA}", "manifest.jsonl"]
+)
+def test_paths_and_names_that_are_there_twice_are_refused(library, tmp_path, name):
+    member = tarfile.TarInfo(name)
+    member.size = 5
+    with pytest.raises(BadRequest, match="not what an export has"):
+        restore(library, hostile(tmp_path / "p.tar", more=[(member, b"other")]))
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{"size": "-512"}, {"size": str(1 << 62)}, {"size": "x"}, {"path": "../../victim"}, {"linkpath": "/x"}],
+)
+def test_headers_of_pax_change_nothing(library, tmp_path, headers):
+    """They may name another size, so that a reader goes in circles, or another path."""
+    path = hostile(
+        tmp_path / "h.tar",
+        change=lambda member: setattr(member, "pax_headers", headers),
+        format=tarfile.PAX_FORMAT,
+    )
+    try:
+        [result] = restore(library, path)
+    except BadRequest:
+        return
+    assert result.outcome == "refused" or library.files.content("ann", result.id) == TEXT
+
+
+def test_a_header_that_says_it_is_huge_is_not_read(library, tmp_path):
+    header = tarfile.TarInfo("x")
+    header.type, header.size = tarfile.XHDTYPE, 4 << 30
+    with (tmp_path / "x.tar").open("wb") as file:
+        file.write(header.tobuf())
+        file.truncate(5 << 30)  # a sparse file on the disk
+    with pytest.raises(BadRequest):
+        restore(library, tmp_path / "x.tar")
+
+
+WRONG = [None, 7, [], {}, "x" * 99, "../../victim", float("nan"), 1e300, True, "@shared", "\ud800"]
+
+
+@pytest.mark.parametrize("value", WRONG, ids=repr)
+@pytest.mark.parametrize("name", ENTRY)
+def test_a_field_of_a_wrong_type_is_refused_by_its_name_or_harmless(library, tmp_path, name, value):
+    try:
+        [result] = restore(library, hostile(tmp_path / "e.tar", ENTRY | {name: value}))
+    except BadRequest as error:
+        assert name in error.message or "not an export" in error.message
+        return
+    assert result.outcome in ("added", "refused")
+    owners = {row["owner"] for row in library.catalog.read("SELECT owner FROM files")}
+    assert owners <= {"ann", "x" * 99} and "@shared" not in owners
+
+
+@pytest.mark.parametrize(
+    "line", [b"[]", b"7", b"null", b"[" * 10_000, b"\xff\xfe", b"{}", b'{"format": 1}\n"x"']
+)
+def test_a_manifest_of_a_wrong_type_is_refused(library, tmp_path, line):
+    with tarfile.open(tmp_path / "m.tar", "w") as tar:
+        member = tarfile.TarInfo("manifest.jsonl")
+        member.size = len(line)
+        tar.addfile(member, io.BytesIO(line))
+    with pytest.raises(BadRequest):
+        restore(library, tmp_path / "m.tar")

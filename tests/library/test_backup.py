@@ -375,3 +375,129 @@ def test_a_restored_library_whose_catalogue_is_lost_too_is_recovered(library, tm
     assert recover(tmp_path / "r", clock=clock).troubles == []
     with Library.open(tmp_path / "r", clock=clock) as other:
         assert other.files.by_handle("ann", "T").metadata == {"a": 1}
+
+
+OUTSIDE = {
+    "up": "../../victim.txt",
+    "absolute": "{victim}",
+    "inside and out": "files/../../../victim.txt",
+    "another user's": "files/{bob}",
+    "the keys": "keys.sqlite",
+}
+
+
+@pytest.mark.parametrize("way", OUTSIDE)
+@pytest.mark.parametrize("table", ["files", "refs", "retired_refs", "chunks"])
+def test_a_path_in_a_restored_catalogue_leads_nowhere(tmp_path, way, table):
+    """What a catalogue says of where a file is, is neither read nor deleted."""
+    victim = tmp_path / "victim.txt"
+    victim.write_bytes(b"some text")  # as the row's hash says
+    with Library.open(tmp_path / "library") as library:
+        fill(library)
+        ann, bob = library.files.by_handle("ann", "T"), library.files.by_handle("bob", "B")
+        asyncio.run(library.references.add(b"some text", "r.txt", title="R", id="ref_p"))
+        library.store.save(make_chunk(text_key("some text", owner="ann")))
+    backup(tmp_path / "library", tmp_path / "backup", chunks=True)
+    path = OUTSIDE[way].format(victim=victim, bob=bob.path.relative_to(bob.path.parent.parent))
+    with closing(sqlite3.connect(tmp_path / "backup" / "catalog.sqlite")) as db:
+        if table == "retired_refs":
+            names = "id, version, kind, title, description, metadata, filename, path, bytes, sha256, digest, "
+            names += "created_at, updated_at, tokens, state, error"
+            db.execute(f"INSERT INTO retired_refs ({names}) SELECT {names} FROM refs WHERE id = 'ref_p'")
+        db.execute(f"UPDATE {table} SET path = ?", (path,))
+        db.commit()
+    restore(tmp_path / "backup", tmp_path / "restored")
+    (tmp_path / "restored" / "keys.sqlite").touch()
+    kept = (bob.sha256, (tmp_path / "restored" / "keys.sqlite").stat().st_size)
+    with pytest.raises(IntegrityError, match="next start"):
+        Library.open_read_only(tmp_path / "restored")
+    with Library.open(tmp_path / "restored") as library:
+        held = library.files.by_handle("ann", "T")
+        if table == "files":
+            assert held.path == library.root / ann.path.relative_to(tmp_path / "library")
+        assert library.files.content("ann", held.id) == b"some text"
+        assert library.files.content("bob", library.files.by_handle("bob", "B").id)
+        for file in library.files.page("ann").files:
+            library.files.delete("ann", file.id)
+        for reference in library.references.listing().references:
+            library.references.remove(reference.id)
+        library.references.collect_retired()
+        library.check()
+        assert library.files.by_handle("bob", "B").sha256 == kept[0]
+    assert victim.read_bytes() == b"some text" and (tmp_path / "restored" / "keys.sqlite").exists()
+
+
+@pytest.mark.parametrize("id", ["../../../victim.txt", "file-short", "", b"blob", "file-" + "a" * 23 + "/"])
+@pytest.mark.parametrize("table", ["files", "refs", "caches"])
+def test_a_row_whose_id_no_library_gives_is_no_row(tmp_path, table, id):
+    victim = tmp_path / "victim.txt.json"
+    victim.write_text("mine")
+    with Library.open(tmp_path / "library") as library:
+        fill(library)
+        library.references.tokenize = library.files.tokenize = lambda text: tuple(text.encode())
+        asyncio.run(library.references.add(b"some text", "r.txt", title="R", id="ref_p"))
+    with closing(sqlite3.connect(tmp_path / "library" / "catalog.sqlite")) as db:
+        db.execute(f"UPDATE {table} SET id = ? WHERE rowid = (SELECT MIN(rowid) FROM {table})", (id,))
+        if table == "caches":
+            db.execute("UPDATE cache_chunks SET cache = ?", (id,))
+        db.commit()
+    with Library.open(tmp_path / "library") as library:
+        for user in ("ann", "bob"):
+            for file in library.files.page(user).files:
+                assert library.files.content(user, file.id)
+            for cache in library.caches.page(user).caches:
+                library.caches.delete(user, cache.id)
+        library.check()
+    assert victim.read_text() == "mine"
+
+
+@pytest.mark.parametrize("what", ["original", "folder", "catalogue", "savings", "pipe"])
+def test_what_a_link_in_a_backup_leads_to_is_not_restored(tmp_path, what):
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "shadow").write_bytes(b"some text")
+    with Library.open(tmp_path / "library") as library:
+        fill(library)
+        file = library.files.by_handle("ann", "T")
+    backup(tmp_path / "library", tmp_path / "backup", link=False)
+    inside = tmp_path / "backup" / file.path.relative_to(tmp_path / "library")
+    if what == "folder":
+        inside.parent.rename(secret / "moved")
+        inside.parent.symlink_to(secret / "moved")
+    elif what in ("catalogue", "savings"):
+        path = tmp_path / "backup" / ("catalog.sqlite" if what == "catalogue" else "savings.sqlite")
+        (path if path.exists() else secret / "shadow").replace(secret / "db")
+        path.symlink_to(secret / "db")
+    else:
+        inside.unlink()
+        inside.symlink_to(secret / "shadow") if what == "original" else os.mkfifo(inside)
+    if what == "catalogue":
+        with pytest.raises(IntegrityError):
+            restore(tmp_path / "backup", tmp_path / "restored")
+        return
+    done = restore(tmp_path / "backup", tmp_path / "restored")
+    assert bool(done.lost) == (what != "savings")
+    assert not [path for path in (tmp_path / "restored").rglob("*") if path.is_symlink()]
+    assert not (tmp_path / "restored" / "savings.sqlite").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "7",
+        "null",
+        '"x"',
+        "[" * 10_000,
+        '{"counts": 5}',
+        '{"counts": {"files": "x"}}',
+        '{"counts": []}',
+        "\xff",
+    ],
+)
+def test_a_manifest_of_a_wrong_type_is_no_backup(tmp_path, text):
+    (tmp_path / "mpic-backup.json").write_bytes(
+        text.replace("{", '{"library": "x", "created_at": 1, "state": "complete", ', 1).encode("latin-1")
+    )
+    with pytest.raises(BadRequest, match="not a backup"):
+        copies.Manifest.read(tmp_path)

@@ -1,7 +1,10 @@
 """A lost catalogue is made again from the files, completely or as far as the files are intact."""
 
 import asyncio
+import errno
+import os
 import sqlite3
+from pathlib import Path
 
 import pytest
 from library_tools import (
@@ -18,7 +21,15 @@ from library_tools import (
 )
 
 from mpic.durable import FileSystem
-from mpic.errors import BadRequest, DatabaseBusy, FileNotFound, StorageFull, Unavailable
+from mpic.errors import (
+    BadRequest,
+    DatabaseBusy,
+    DatabaseDamaged,
+    DatabaseFailed,
+    FileNotFound,
+    StorageFull,
+    Unavailable,
+)
 from mpic.keys import KeyStore
 from mpic.kv.file import ChunkFile
 from mpic.library import SHARED, Library
@@ -310,3 +321,28 @@ def test_originals_without_sidecars_come_back_under_their_ids_on_request(root, b
         assert [(file.kind, file.handle) for file in bob] == [("image", None)]
         assert library.references.text(library.references.get("ref_1")) == "new"
         assert library.recovered["orphans"] == 3
+
+
+def test_a_disk_that_does_not_give_a_page_is_not_a_damaged_catalogue(tmp_path, monkeypatch):
+    """SQLite reports such a page as damage. A new catalogue would not help, and would lose what only this one has."""
+    root = tmp_path / "library"
+    with Library.open(root) as library:
+        library.files.add("ann", b"some text", "t.txt")
+    path, opened = root / "catalog.sqlite", Path.open
+    raw = bytearray(path.read_bytes())
+    raw[4096 : 4096 + 512] = b"x" * 512
+    path.write_bytes(raw)
+
+    def failing(self, *args, **options):
+        if self == path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return opened(self, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", failing)
+        for use in (Library.open, recover):
+            with pytest.raises(DatabaseFailed, match="look at the disk") as refused:
+                use(root)
+            assert "recover" not in refused.value.message
+    with pytest.raises(DatabaseDamaged, match="mpic library recover"):
+        Library.open(root)

@@ -1,9 +1,13 @@
 """Sidecars say what the catalogue says, and are durable before it."""
 
 import asyncio
+import errno
+import hashlib
 import json
+import os
+import shutil
 import sqlite3
-from contextlib import suppress
+from contextlib import closing, suppress
 from threading import Lock
 
 import pytest
@@ -293,3 +297,169 @@ def test_writing_missing_sidecars_continues_after_a_crash(tmp_path):
         library.finish_sidecars()
         assert agree(library) == 6 and not library.recovered["orphans"]
         assert library.store.missing_reason(text_key()) == "new"
+
+
+def sealed(kind, record):
+    """Returns the bytes of a sidecar with a right hash, whatever its record is."""
+    return Sidecar(kind, record).encode()
+
+
+WRONG = [
+    None,
+    7,
+    -1,
+    1 << 70,
+    1.5,
+    float("nan"),
+    float("inf"),
+    1e300,
+    True,
+    "",
+    "x",
+    "\ud800",
+    [],
+    [[]],
+    {},
+    {"a": {}},
+]
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A library of one row of each kind, and the records of its sidecars by path."""
+    root = tmp_path_factory.mktemp("stored")
+    with Library.open(root) as library:
+        library.files.add("ann", b"some text", "t.txt", "T", 10**6, {"a": 1}, split={"mode": "none"})
+        library.caches.create("ann", [CachedText("part", 0, 4), CachedText("more", 4, 8)], name="C")
+        asyncio.run(library.references.add(b"a reference", "r.txt", title="R", id="ref_1"))
+        library.set_quota("ann", files=99)
+        found = {path: sidecar for path, sidecar in library.sidecars.expected(library.catalog.read)}
+    assert {sidecar.kind for sidecar in found.values()} == {"file", "cache", "reference", "owner"}
+    return root, {path.relative_to(root): sidecar for path, sidecar in found.items()}
+
+
+def without_rows(stored, tmp_path):
+    """Copies the library, without the rows that its sidecars describe."""
+    shutil.copytree(stored[0], tmp_path / "library")
+    with closing(sqlite3.connect(tmp_path / "library" / "catalog.sqlite")) as db:
+        for table in ("cache_chunks", "caches", "files", "refs", "users"):
+            db.execute(f"DELETE FROM {table}")
+        db.execute("DELETE FROM deleted")
+        db.commit()
+    return tmp_path / "library"
+
+
+@pytest.mark.parametrize("kind", ["file", "cache", "reference", "owner"])
+def test_one_sidecar_with_a_field_of_a_wrong_type_stops_no_start_and_is_named(stored, tmp_path, caplog, kind):
+    [(path, sidecar)] = [(path, one) for path, one in stored[1].items() if one.kind == kind]
+    whole = without_rows(stored, tmp_path)
+    fields = [(name, None) for name in sidecar.record]
+    fields += [("chunks", name) for name in (sidecar.record.get("chunks") or [{}])[0]]
+    for name, inner in fields:
+        for number, value in enumerate(WRONG):
+            record = json.loads(json.dumps(sidecar.record))
+            (record if inner is None else record["chunks"][0])[inner or name] = value
+            root = tmp_path / f"{name}-{inner}-{number}"
+            shutil.copytree(whole, root)
+            (root / path).write_bytes(sealed(kind, record))
+            caplog.clear()
+            with Library.open(root) as library:
+                kinds = {one.kind for _, one in library.sidecars.expected(library.catalog.read)}
+                assert kinds >= {"file", "cache", "reference", "owner"} - {kind}
+                if kind not in kinds and not (kind == "owner" and value is None):  # no quota is one, too
+                    assert str(path).removesuffix(".json") in caplog.text, (name, inner, value)
+                for file in library.files.page("ann").files:
+                    library.files.content("ann", file.id)
+                library.files.pending(), library.references.pending()
+                library.files.collect_expired()
+                library.check()
+            shutil.rmtree(root)
+
+
+NO_SIDECARS = {
+    "a list": b"[]",
+    "a number": b"7",
+    "nothing": b"null",
+    "a text": b'"x"',
+    "deep": b"[" * 100_000,
+    "deep and whole": b'{"record": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+    "many": b"[" + b"0," * (1 << 20) + b"0]",
+    "too long": b" " * (17 << 20),
+    "utf-16": '{"kind": "file"}'.encode("utf-16"),
+    "latin": b'{"kind": "\xe9"}',
+    "empty": b"",
+    "nan": b'{"format": NaN, "record": {}, "kind": "file", "sha256": ""}',
+    "a list as kind": b'{"format": 1, "record": {}, "kind": [], "sha256": "%s"}'
+    % hashlib.sha256(b"{}").hexdigest().encode(),
+    "no kind": b'{"format": 1, "record": {}, "kind": "x", "sha256": "%s"}'
+    % hashlib.sha256(b"{}").hexdigest().encode(),
+}
+
+
+@pytest.mark.parametrize("what", [*NO_SIDECARS, "a folder", "a link", "a link to nothing", "a pipe"])
+@pytest.mark.parametrize("lost", [False, True], ids=["start", "recover"])
+def test_what_is_no_sidecar_stops_neither_a_start_nor_a_recovery(stored, tmp_path, caplog, what, lost):
+    root = without_rows(stored, tmp_path)
+    for path, sidecar in stored[1].items():
+        if sidecar.kind == "owner":
+            continue
+        (root / path).unlink()
+        if what in NO_SIDECARS:
+            (root / path).write_bytes(NO_SIDECARS[what])
+        elif what == "a folder":
+            (root / path).mkdir()
+        elif what == "a pipe":
+            os.mkfifo(root / path)
+        else:
+            (root / path).symlink_to("/dev/zero" if what == "a link" else "/nowhere/at/all")
+    if lost:
+        (root / "catalog.sqlite").unlink()
+        troubles = {trouble.path for trouble in recover(root).troubles}
+    with Library.open(root) as library:
+        assert library.files.page("ann").files == [] and library.usage() == []
+        if what in NO_SIDECARS:
+            named = [str(path) for path, one in stored[1].items() if one.kind != "owner"]
+            assert all(name in caplog.text or (lost and name in troubles) for name in named)
+        library.check()
+
+
+def test_two_sidecars_that_claim_one_original_leave_it_to_the_first(stored, tmp_path, caplog):
+    root = without_rows(stored, tmp_path)
+    [(path, sidecar)] = [(path, one) for path, one in stored[1].items() if one.kind == "cache"]
+    other = f"group-{'Z' * 24}"
+    record = sidecar.record | {"id": other, "created_at": sidecar.record["created_at"] + 1}
+    (root / path).with_name(f"{other}.json").write_bytes(sealed("cache", record))
+    with Library.open(root) as library:
+        assert [cache.id for cache in library.caches.page("ann").caches] == [path.stem]
+        assert len(library.files.page("ann").files) == 1 and other in caplog.text
+        library.check()
+
+
+def test_a_sidecar_that_cannot_be_read_now_is_left_for_the_next_start(stored, tmp_path, monkeypatch):
+    root = without_rows(stored, tmp_path)
+    before = everything(root, sidecars=True)
+    read = Sidecar.read.__func__
+
+    def failing(cls, path):
+        if path.name.startswith("file-"):
+            raise OSError(errno.EIO, "Input/output error")
+        return read(cls, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sidecar, "read", classmethod(failing))
+        Library.open(root).close()
+    assert before <= everything(root, sidecars=True)
+    with Library.open(root) as library:
+        assert len(library.files.page("ann").files) == 1
+
+
+def test_a_folder_in_place_of_a_missing_sidecar_does_not_keep_the_others_from_theirs(tmp_path, caplog):
+    with Library.open(tmp_path) as library:
+        files = [library.files.add("ann", f"text {number}".encode(), f"{number}.txt") for number in range(3)]
+    for file in files:
+        file.path.with_name(f"{file.id}.json").unlink()
+    files[0].path.with_name(f"{files[0].id}.json").mkdir()
+    with Library.open(tmp_path) as library:
+        library.finish_sidecars()
+        assert [file.path.with_name(f"{file.id}.json").is_file() for file in files] == [False, True, True]
+        assert files[0].id in caplog.text

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -10,12 +11,27 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from library_tools import drop, encoded, everything, make_chunk, no_memory_once, picture, read, store_of_each
+from library_tools import (
+    Crash,
+    CrashingFiles,
+    drop,
+    encoded,
+    everything,
+    kill,
+    make_chunk,
+    no_memory_once,
+    picture,
+    read,
+    store_of_each,
+)
+from typer.testing import CliRunner
 
+from mpic import cli
 from mpic.errors import BadRequest, CorruptFile, StorageFull, Unavailable
 from mpic.library import Library, Limits
 from mpic.library.caches import CachedText
 from mpic.library.copies.bulk_import import LibraryTarget, import_references
+from mpic.library.folder.sidecars import Sidecar
 from mpic.library.upkeep import check, collect, garbage, size_of
 
 
@@ -70,6 +86,75 @@ def test_any_flipped_bit_of_any_file_is_found_and_never_served(tmp_path_factory,
                 if file.path.name in name:
                     with pytest.raises(CorruptFile):
                         library.files.content("ann", file.id)
+
+
+CHANGES = {
+    "replace": lambda files, id: files.add("ann", b"new text", "t.txt", "T", replace=True),
+    "rename": lambda files, id: files.rename("ann", id, "U"),
+    "extend": lambda files, id: files.extend("ann", id, 1000),
+    "pin": lambda files, id: files.pin("ann", id),
+    "delete": lambda files, id: files.delete("ann", id),
+    "add": lambda files, id: files.add("ann", b"other text", "o.txt", "O"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_a_killed_server_leaves_is_mended_and_is_no_damage(tmp_path, what):
+    """Whenever it is killed: a check ends with 0, and a user has the old file or the new one, never both."""
+    held, finished, at = set(), False, 0
+    while not finished:
+        root, files = tmp_path / f"{what}-{at}", CrashingFiles(10**9)
+        library = Library.open(root, filesystem=files)
+        old = library.files.add("ann", b"some text", "t.txt", "T")
+        files.at = files.changes + at
+        try:
+            CHANGES[what](library.files, old.id)
+            finished = True
+        except Crash:
+            at += 1
+        kill(library)
+        done = CliRunner().invoke(cli.app, ["library", "check", "--data-dir", str(root)])
+        assert done.exit_code == 0 and "everything is as it was stored" in done.output, done.output
+        with Library.open(root) as library:
+            assert check(library) == []
+            kept = {(file.handle, file.bytes) for file in library.files.page("ann").files}
+            count = library.catalog.one("SELECT COUNT(*) FROM files")[0]
+            used = sum(row.count for row in library.usage() if row.tier == "original")
+            assert count == used == len(kept)
+            held.add(frozenset(kept))
+    before = frozenset({("T", 9)})
+    after = {
+        "replace": {("T", 8)},
+        "rename": {("U", 9)},
+        "delete": set(),
+        "add": {("T", 9), ("O", 10)},
+    }.get(what, before)
+    assert at > 1 and held == {before, frozenset(after)} - ({before} if what == "delete" else set())
+
+
+def test_a_check_of_a_library_with_damage_ends_with_1(library):
+    file = library.files.add("ann", b"some text", "t.txt")
+    file.path.write_bytes(b"other text")
+    library.close()
+    done = CliRunner().invoke(cli.app, ["library", "check", "--data-dir", str(library.root)])
+    assert done.exit_code == 1 and "is not what was uploaded" in " ".join(done.output.split())
+
+
+def test_an_interrupted_upload_takes_no_handle_that_it_was_not_to_replace(tmp_path):
+    """As after a start with an older copy of the catalogue, in which another file has the handle."""
+    with Library.open(tmp_path) as library:
+        library.files.add("ann", b"old", "t.txt", "T")
+        new = library.files.add("ann", b"new", "t.txt", "U")
+        with library.catalog.write() as db:
+            db.execute("DELETE FROM files WHERE id = ?", (new.id,))
+        path = new.path.with_name(f"{new.id}.json")
+        sidecar = Sidecar.read(path)
+        sidecar = replace(sidecar, record=sidecar.record | {"handle": "T"}, replaces="file-" + "x" * 24)
+        library.sidecars.write(path, sidecar)
+    with Library.open(tmp_path) as library:
+        assert {file.handle for file in library.files.page("ann").files} == {"T", None}
+        assert library.files.content("ann", library.files.by_handle("ann", "T").id) == b"old"
+        assert check(library) == []
 
 
 def test_a_file_that_is_gone_is_a_problem(library):

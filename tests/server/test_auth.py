@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import sqlite3
 from contextlib import closing
 from unittest.mock import Mock
 
@@ -231,3 +232,33 @@ async def test_finished_requests_are_not_counted(tmp_path):
             assert (await http.get("/v1/x", headers=bearer(secret))).status_code == 200
     assert not gate._under_way
     keys.close()
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in [*PROTECTED, "/v1/savings", "/v1/references"] if path != "/metrics"]
+)
+async def test_a_key_for_metrics_may_read_these_and_nothing_else(server, path):
+    key = server.key("prometheus", "metrics")
+    assert (await server.http.get("/metrics", headers=key)).status_code == 200
+    for method in ("GET", "POST", "DELETE"):
+        answer = await server.http.request(method, path, headers=key)
+        assert answer.status_code == 403 and answer.json()["error"]["code"] == "forbidden"
+    assert (await server.http.get("/metrics", headers=server.key("ann"))).status_code == 403
+    secret = key["Authorization"].removeprefix("Bearer ")
+    assert (await server.http.post("/ui/login", data={"key": secret})).status_code == 403
+
+
+def test_keys_of_an_earlier_version_keep_their_roles(tmp_path):
+    with closing(KeyStore(tmp_path)) as keys:
+        made = {role: keys.create("ann", role)[0] for role in ("user", "admin")}
+    with closing(sqlite3.connect(tmp_path / "keys.sqlite")) as db:
+        db.executescript("""
+            ALTER TABLE keys RENAME COLUMN role TO later;
+            ALTER TABLE keys ADD COLUMN role TEXT NOT NULL DEFAULT 'user' CHECK (role IN ('user', 'admin'));
+            UPDATE keys SET role = later; ALTER TABLE keys DROP COLUMN later; PRAGMA user_version = 2;""")
+    with closing(KeyStore(tmp_path)) as keys:
+        assert {role: keys.find(secret).role for role, secret in made.items()} == {
+            "user": "user",
+            "admin": "admin",
+        }
+        assert keys.find(keys.create("prometheus", "metrics")[0]).role == "metrics"

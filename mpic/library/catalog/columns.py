@@ -8,7 +8,9 @@ from pathlib import Path
 from sqlite3 import Connection
 from typing import Any
 
+from mpic.errors import CorruptFile
 from mpic.kv.chunk import ChunkKey
+from mpic.library.folder.layout import path_of_row
 from mpic.library.records import File, Reference
 
 
@@ -26,11 +28,15 @@ def to_row(record: File | Reference, root: Path) -> dict[str, Any]:
 
 
 def from_row(row: Mapping[str, Any], root: Path) -> dict[str, Any]:
-    """Returns the fields of the record that a row holds; the inverse of ``to_row``."""
+    """Returns the fields of the record that a row holds; the inverse of ``to_row``. Raises CorruptFile: no library
+    gives such an id."""
     values = dict(row)
     values.pop("seq", None)
+    path = path_of_row("files" if "owner" in values else "refs", values)
+    if path is None:
+        raise CorruptFile(f"the row of {str(values['id'])[:100]!r} is not one that this program writes")
     values["key"] = ChunkKey(values["kind"], values.pop("digest"))
-    values["path"] = root / values["path"]
+    values["path"] = root / path
     values["metadata"] = json.loads(values["metadata"])
     if values.get("split") is not None:
         values["split"] = json.loads(values["split"])

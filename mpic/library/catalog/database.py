@@ -9,12 +9,14 @@ deletion and may be removed; any other may be the only copy of an upload.
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from sqlite3 import Row
 from typing import Any
 
 from mpic.database import PATIENCE, translated
@@ -22,6 +24,7 @@ from mpic.durable import FileSystem
 from mpic.errors import DatabaseBusy, IntegrityError, Unavailable
 from mpic.file_status import status_of
 from mpic.library.catalog.migrations import MIGRATIONS
+from mpic.library.folder.layout import CACHE_SIDECAR, SIDECAR, path_of_row
 
 IDLE_READERS = 8
 """Connections kept for the next reader; after a burst of readers the others are closed."""
@@ -36,8 +39,17 @@ TIMES = (
 )
 """Tables and their columns of times that have passed."""
 
+NAMED_BY = {
+    "files": ("id", "owner"),
+    "refs": ("id",),
+    "retired_refs": ("id", "version"),
+    "chunks": ("key", "owner", "model"),
+}
+"""Tables whose rows describe files, and the columns that name a row and its file."""
+
 NAME = "the catalogue"
 ADVICE = "check the disk first; if it is sound, stop the server and run `mpic library recover`"
+log = logging.getLogger(__name__)
 
 
 class Catalog:
@@ -201,6 +213,43 @@ class Catalog:
                 db.execute("INSERT INTO library VALUES (?)", (library,))
         elif row["id"] != library:
             raise IntegrityError(f"{self.path} is the catalogue of the library {row['id']}, not of {library}")
+
+    def settle_paths(self) -> None:
+        """Gives every row the path that its owner and its id imply, whatever it said: files are read and deleted by
+        these paths, and the catalogue may come from a stranger's backup. Rows that no library writes are deleted.
+
+        Raises:
+            IntegrityError: the catalogue is open only for reading, and there are such rows.
+        """
+        wrong: list[
+            tuple[str, str | None, Row]
+        ] = []  # table, right path (None: no library writes such a row), row
+        for table, columns in NAMED_BY.items():
+            for row in self.read(f"SELECT {', '.join(columns)}, path FROM {table}"):
+                path = path_of_row(table, row)
+                if path != row["path"]:
+                    wrong.append((table, path, row))
+        names = [row["id"] for row in self.read("SELECT id FROM caches")]
+        caches = [name for name in names if not CACHE_SIDECAR.fullmatch(f"{name}{SIDECAR}")]
+        if not wrong and not caches:
+            return
+        first = repr([*(row["path"] for _, _, row in wrong), *caches][0])[:200]
+        says = f"{len(wrong) + len(caches)} rows of the catalogue are not as a library writes them, such as {first}"
+        if self.read_only:
+            raise IntegrityError(f"{says}; the next start of the server corrects them")
+        log.error(
+            "%s: the place of a file is taken from its owner and its id, rows without these are deleted", says
+        )
+        with self.write() as db:
+            for table, path, row in wrong:
+                change = f"DELETE FROM {table}" if path is None else f"UPDATE {table} SET path = :path"
+                values = {column: row[column] for column in NAMED_BY[table]}
+                where = " AND ".join(f"{column} IS :{column}" for column in values)
+                db.execute(f"{change} WHERE {where}", values | {"path": path})
+            for name in caches:
+                chunks = "SELECT id FROM cache_chunks WHERE cache IS ?"
+                db.execute(f"DELETE FROM files WHERE id IN ({chunks})", (name,))
+                db.execute("DELETE FROM caches WHERE id IS ?", (name,))
 
     def check(self) -> None:
         """Verifies the database itself.

@@ -10,19 +10,43 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, BinaryIO
 
+from mpic import bounded_json
 from mpic.durable import publish, storage_error, temporary_name
-from mpic.errors import BadRequest, CorruptFile, MPICError
+from mpic.errors import BadRequest, CorruptFile, MPICError, TooLarge
+from mpic.keys import NAME
 from mpic.library.copies.bulk_import import ImportItem, ImportResult, LibraryTarget, import_one, run_import
 from mpic.library.intake.decode import NO_CLIPS
 from mpic.library.library import Library
 
 FORMAT = 1
 MANIFEST = "manifest.jsonl"
+ORIGINAL = re.compile(r"originals/[0-9a-f]{64}")
+LATEST = 253_402_300_800
+"""The year 10000, in seconds since the epoch."""
+LONGEST_LINE = 1 << 20
+LONGEST_READ = 4 << 20
+"""Bytes that are read at a time."""
+BOUNDS = bounded_json.Bounds(values=1 << 12, depth=16)
+ENTRY_FIELDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("what", "id", "filename", "sha256"), (str,)),
+    "metadata": (dict,),
+    "pinned": (bool, int),
+}
+FILE_FIELDS = ENTRY_FIELDS | {
+    "owner": (str,),
+    "expires_at": (int, float, NoneType),
+    **dict.fromkeys(("handle", "kind", "press"), (str, NoneType)),
+    "split": (dict, NoneType),
+}
+REFERENCE_FIELDS = ENTRY_FIELDS | dict.fromkeys(("title", "description"), (str,))
+"""The fields of an entry that are read, with their types."""
 
 Progress = Callable[[int], None]
 
@@ -86,23 +110,63 @@ def restore(
     """
     results = []
     try:
-        with tarfile.open(path, mode="r:") as tar:
-            lines = _member(tar, MANIFEST).decode().splitlines()
-            if not lines or _object(lines[0]).get("format") != FORMAT:
+        with path.open("rb") as stream, tarfile.open(fileobj=_Bounded(stream), mode="r:") as tar:
+            members = _members(tar)
+            lines = tar.extractfile(members[MANIFEST])
+            assert lines is not None  # it is a file
+            if _object(lines.readline(LONGEST_LINE)).get("format") != FORMAT:
                 raise BadRequest(f"{path} is an export of another version")
-            for line in lines[1:]:
-                entry = _object(line)
-                results.append(_restore_one(library, entry, tar))
+            while line := lines.readline(LONGEST_LINE):
+                results.append(_restore_one(library, _entry(line), tar, members))
                 progress(results[-1])
     except (tarfile.TarError, KeyError, ValueError) as error:
         raise BadRequest(f"{path} is not an export of this program, or is damaged ({error})") from error
     return results
 
 
-def _restore_one(library: Library, entry: dict[str, Any], tar: tarfile.TarFile) -> ImportResult:
+class _Bounded(io.RawIOBase):
+    """A stream of which nobody reads more than an original at a time: what a header of tar declares is read at once."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.seek, self.tell = stream.seek, stream.tell  # type: ignore[method-assign]
+
+    def read(self, size: int = -1, /) -> bytes:
+        if not 0 <= size <= LONGEST_READ:
+            raise tarfile.ReadError(f"{size} bytes at a time")
+        return self._stream.read(size)
+
+
+def _members(tar: tarfile.TarFile) -> dict[str, tarfile.TarInfo]:
+    """Returns the members of an export by their names.
+
+    Raises:
+        ValueError: it has what ``export`` never writes, such as a link, a device, a sparse file (whose few bytes stand
+            for any number), another path, or a name twice.
+    """
+    found: dict[str, tarfile.TarInfo] = {}
+    for member in tar:
+        known = member.name == MANIFEST or ORIGINAL.fullmatch(member.name)
+        plain = member.isreg() and not member.issparse() and member.size >= 0
+        if not (known and plain) or member.name in found:
+            raise ValueError(f"{member.name[:100]!r} is not what an export has, or is there twice")
+        found[member.name] = member
+    return found
+
+
+def _restore_one(
+    library: Library, entry: dict[str, Any], tar: tarfile.TarFile, members: dict[str, tarfile.TarInfo]
+) -> ImportResult:
     where = f"{entry['owner']}/{entry['id']}" if entry["what"] == "file" else entry["id"]
     try:
-        data = _member(tar, f"originals/{entry['sha256']}")
+        member, most = members[f"originals/{entry['sha256']}"], library.limits.upload_bytes
+        if member.size > most:
+            return ImportResult(
+                where, "refused", entry["id"], f"it is larger than {most} bytes", TooLarge.code
+            )
+        stream = tar.extractfile(member)
+        assert stream is not None  # it is a file
+        data = b"".join(iter(lambda: stream.read(LONGEST_READ // 4), b""))
         if hashlib.sha256(data).hexdigest() != entry["sha256"]:
             return ImportResult(where, "refused", entry["id"], "its content is damaged", "corrupt_file")
         restore_one = _restore_reference if entry["what"] == "reference" else _restore_file
@@ -171,23 +235,29 @@ def _entries(library: Library, user: str | None) -> Iterator[tuple[dict[str, Any
             yield entry | {name: getattr(reference, name) for name in names}, reference.path
 
 
-def _object(line: str) -> dict[str, Any]:
+def _object(line: bytes) -> dict[str, Any]:
     """Parses a line of the manifest. Raises ValueError."""
-    value = json.loads(line)
+    value = bounded_json.read(line, BOUNDS)
     if not isinstance(value, dict):
         raise ValueError("a line of its manifest is not an object")
     return value
+
+
+def _entry(line: bytes) -> dict[str, Any]:
+    """Parses the line of a file or a reference, and checks the types of its fields. Raises ValueError."""
+    entry = _object(line)
+    types = REFERENCE_FIELDS if entry.get("what") == "reference" else FILE_FIELDS
+    for name, kinds in types.items():
+        if type(entry.get(name)) not in kinds:
+            raise ValueError(f"{name} of a line of its manifest is missing or of a wrong type")
+    if not 0 <= (entry.get("expires_at") or 0) < LATEST:
+        raise ValueError("expires_at of a line of its manifest is no time")
+    if entry["what"] == "file" and not NAME.fullmatch(entry["owner"]):
+        raise ValueError(f"no user is called {entry['owner'][:100]!r}")
+    return entry
 
 
 def _put(tar: tarfile.TarFile, name: str, data: bytes) -> None:
     info = tarfile.TarInfo(name)
     info.size, info.mode = len(data), 0o600
     tar.addfile(info, io.BytesIO(data))
-
-
-def _member(tar: tarfile.TarFile, name: str) -> bytes:
-    """Reads a member of the tar file. Raises KeyError."""
-    stream = tar.extractfile(name)
-    if stream is None:
-        raise KeyError(name)
-    return stream.read()

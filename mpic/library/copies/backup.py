@@ -63,7 +63,9 @@ class Manifest:
         """
         try:
             manifest = cls(**json.loads((folder / BACKUP).read_bytes()))
-        except (OSError, ValueError, TypeError) as error:
+            if not all(isinstance(count, int) for count in manifest.counts.values()):
+                raise ValueError("its counts are not numbers")
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise BadRequest(f"{folder} is not a backup: it has no {BACKUP} that can be read") from error
         if manifest.format != FORMAT:
             raise BadRequest(f"{folder} is a backup of another version of this program")
@@ -108,6 +110,7 @@ def backup(
         BadRequest: the target is not empty.
         Unavailable: there is no library, or it was written by an older version.
         StorageFull: the disk is full; the incomplete backup is left, and marked as such.
+        IntegrityError: the catalogue has rows that no library writes; the same is left.
         DatabaseBusy: another process keeps a database locked; the same is left.
         DatabaseFailed, DatabaseDamaged: the catalogue or the key store cannot be read, or a copy of a database cannot
             be written; the same is left.
@@ -126,6 +129,7 @@ def backup(
         manifest = Manifest(marker.id, time.time())
         manifest.write(filesystem, target)
         with closing(Catalog(root / CATALOG, filesystem, read_only=True)) as live:
+            live.settle_paths()  # files are copied from and to the paths in it
             work = _Backup(root, target, filesystem, live, link, progress)
             work.originals()
             work.chunks(chunks)

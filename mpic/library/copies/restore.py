@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mpic.durable import FileSystem, storage_error
 from mpic.errors import IntegrityError
+from mpic.file_status import is_own_file
 from mpic.keys import NEEDED
 from mpic.library.copies.backup import KEYS, SAVINGS, Copied, Manifest, Progress, copy_file
 from mpic.library.folder.inspection import inspect_catalog
@@ -33,7 +34,7 @@ def restore(source: Path, root: Path, progress: Progress = lambda done: None) ->
     """
     source, root, filesystem = Path(source).absolute(), Path(root).absolute(), FileSystem()
     manifest = Manifest.read(source)
-    if inspect_catalog(source / CATALOG).state != "ours":
+    if not is_own_file(source / CATALOG) or inspect_catalog(source / CATALOG).state != "ours":
         raise IntegrityError(f"the catalogue of the backup in {source} is damaged or missing")
     folder = FolderLock(root, filesystem).acquire_new(manifest.library)
     try:
@@ -67,7 +68,7 @@ def _restore(
                 done.damaged.append(path)
     done.lost = sorted(known)
     for name in (NEEDED, KEYS, SAVINGS, CATALOG):
-        if (source / name).is_file():
+        if is_own_file(source / name):
             copy_file(source / name, root / name)
     for folder in sorted(folders):
         filesystem.sync_folder(folder)
@@ -75,8 +76,10 @@ def _restore(
 
 
 def _walk(source: Path) -> Iterator[str]:
-    """Yields the files of a backup below ``files`` and ``kv``, relative to it."""
+    """Yields the files of a backup below ``files`` and ``kv``, relative to it. A backup has no symbolic links and no
+    pipes; what they lead to is not copied."""
     for top in ("files", "kv"):
         for parent, _, names in os.walk(source / top):
-            for name in names:
-                yield str(Path(parent, name).relative_to(source))
+            for path in (Path(parent, name) for name in names):
+                if is_own_file(path):
+                    yield str(path.relative_to(source))

@@ -27,6 +27,7 @@ from mpic.library.folder.layout import CATALOG, holds_library_files
 MARKER = "mpic-library.json"
 BACKUP = "mpic-backup.json"
 FORMAT = 1
+PIECE = 1 << 20
 TAKEN = ("files", "kv", "tmp", "quarantine", "index", "spool", CATALOG, f"{CATALOG}-wal")
 """Names that a library or an engine uses in its folder. If one of them is taken, no library is made."""
 
@@ -76,7 +77,7 @@ class Marker:
                     f"{root / MARKER} cannot be read ({error.strerror}): check the disk"
                 ) from error
             return None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None
         if marker.format > FORMAT:
             raise IntegrityError(f"{root / MARKER} has format {marker.format}, this program knows {FORMAT}")
@@ -194,12 +195,27 @@ def _taken(path: Path) -> bool:
 
 
 def inspect_catalog(path: Path) -> CatalogState:
-    """Reads the file at a catalogue's path and tells its state. It is not changed, except that SQLite rolls back a
+    """Tells the state of the file at a catalogue's path. It is not changed, except that SQLite rolls back a
     journal that a crash has left, as for any reader.
 
     Raises:
         DatabaseBusy, DatabaseFailed: it cannot be read now.
     """
+    found = _state(path)
+    if found.state == "damaged":  # SQLite says the same of a page that the disk does not give
+        try:
+            with path.open("rb") as stream:
+                while stream.read(PIECE):
+                    pass
+        except OSError as error:
+            raise DatabaseFailed(
+                f"the catalogue cannot be read ({error.strerror}): look at the disk that holds {path}. "
+                "Nothing was changed"
+            ) from error
+    return found
+
+
+def _state(path: Path) -> CatalogState:
     if _size(path) == 0:
         return CatalogState("none")  # opening an empty one would make SQLite remove the log beside it
     log = path.with_name(f"{path.name}-wal")

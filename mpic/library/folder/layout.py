@@ -21,12 +21,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from stat import S_ISREG
+from typing import Any
 
 from mpic.kv.chunk import KVKey, digest
+from mpic.library.records import SHARED
 
 CATALOG, LOCK = "catalog.sqlite", "lock"
 SIDECAR = ".json"
@@ -60,6 +63,24 @@ def original_path(owner: str, file_id: str) -> str:
 def chunk_path(key: KVKey) -> Path:
     """Returns the path of a compiled chunk, relative to the library's root."""
     return Path("kv", key.model[:12], owner_folder(key.owner), f"{key.digest}.safetensors")
+
+
+def path_of_row(table: str, row: Mapping[str, Any]) -> str | None:
+    """Returns the path of the file that a row of ``files``, ``refs``, ``retired_refs`` or ``chunks`` describes,
+    relative to the library's root; None if no library gives such an id.
+
+    It is made of the owner and the id. The path in the row is not followed, because a catalogue may come from anywhere
+    (a backup, a copy); only the random end of a reference's name is taken from it, which nothing else holds.
+    """
+    if table == "chunks":
+        model, owner, name = (str(row[column]) for column in ("model", "owner", "key"))
+        fits = MODEL.fullmatch(model[:12]) and HASH.fullmatch(name)
+        return f"kv/{model[:12]}/{owner_folder(owner)}/{name}.safetensors" if fits else None
+    name = str(row["id"])
+    if table != "files":
+        name = f"{name}@{str(row['path']).rpartition('@')[2]}"
+    owner = str(row["owner"]) if table == "files" else SHARED
+    return original_path(owner, name) if ORIGINAL.fullmatch(name) else None
 
 
 def sidecar_of(original: Path) -> Path:
@@ -102,20 +123,20 @@ class FoundFiles:
 
 
 def scan(root: Path) -> FoundFiles:
-    """Lists everything in ``files`` and ``tmp``."""
+    """Lists everything in ``files`` and ``tmp``. No symbolic link is followed below these."""
     found = FoundFiles()
     for folder in _entries(root / "files"):
         parent = f"files/{folder.name}"
-        if not (folder.is_dir() and HASH.fullmatch(folder.name)):
+        if not (folder.is_dir(follow_symlinks=False) and HASH.fullmatch(folder.name)):
             found.unknown.append(parent)
             continue
         for entry in _entries(Path(folder.path)):
-            if entry.is_file():
+            if entry.is_file(follow_symlinks=False):
                 found.take(parent, entry.name)
             else:
                 found.unknown.append(f"{parent}/{entry.name}")
     for entry in _entries(root / "tmp"):
-        ours = INCOMING.fullmatch(entry.name) and entry.is_file()
+        ours = INCOMING.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
         (found.leftovers if ours else found.unknown).append(f"tmp/{entry.name}")
     return found
 
@@ -144,7 +165,11 @@ def scan_chunks(root: Path) -> FoundChunks:
             path = f"{parent}/{name}"
             if len(parts) == 2 and CHUNK.fullmatch(name):
                 with suppress(FileNotFoundError):
-                    found.sizes[path] = os.stat(f"{folder}/{name}").st_size
+                    status = os.lstat(f"{folder}/{name}")
+                    if S_ISREG(status.st_mode):
+                        found.sizes[path] = status.st_size
+                    else:
+                        found.unknown.append(path)
             elif len(parts) == 2 and _is_temporary(name):
                 found.leftovers.append(path)
             else:

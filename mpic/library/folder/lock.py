@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mpic.durable import FULL, TEMPORARY, FileSystem
-from mpic.errors import DatabaseFailed, LibraryGone, LibraryInUse
+from mpic.durable import FULL, TEMPORARY, FileSystem, storage_error
+from mpic.errors import DatabaseFailed, LibraryGone, LibraryInUse, StorageFull, Unavailable
 from mpic.library.folder.inspection import (
     MARKER,
     UNFINISHED,
@@ -55,7 +55,7 @@ class FolderLock:
             IntegrityError: the catalogue is another library's, or a newer version wrote the marker.
         """
         if create:
-            self._filesystem.make_folder(self.root)
+            self._make()
         with self._taking():
             marker = inspect(self.root, create)
             self.fresh = marker is None
@@ -86,7 +86,7 @@ class FolderLock:
             LibraryInUse: another process has it.
             ForeignFolder: it is not empty.
         """
-        self._filesystem.make_folder(self.root)
+        self._make()
         with self._taking():
             refuse_filled(self.root)
             self._mark(Marker(id, "restoring"))
@@ -162,6 +162,24 @@ class FolderLock:
         """Releases the folder. Safe to call twice."""
         while self._locks:
             os.close(self._locks.pop())
+
+    def _make(self) -> None:
+        """Makes the folder if it is not there. Raises Unavailable, StorageFull: that is not possible."""
+        try:
+            self._filesystem.make_folder(self.root)
+        except OSError as error:
+            if isinstance(storage_error(error, self.root), StorageFull):
+                raise storage_error(error, self.root) from error
+            link = next(
+                (path for path in (self.root, *self.root.parents) if path.is_symlink() and not path.exists()),
+                None,
+            )
+            why = (
+                error.strerror
+                if link is None
+                else f"{link} is a link to {os.readlink(link)}; is its disk mounted?"
+            )
+            raise Unavailable(f"the folder {self.root} cannot be made ({why})") from error
 
     @contextmanager
     def _taking(self) -> Iterator[None]:

@@ -19,14 +19,19 @@ import logging
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from sqlite3 import Connection, Row
-from typing import Any, Literal
+from stat import S_ISREG
+from typing import Annotated, Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from mpic import bounded_json
 from mpic.durable import FileSystem, write_durably
 from mpic.errors import CorruptFile, MPICError
+from mpic.kv.chunk import Kind
 from mpic.library.folder.layout import OWNER_SIDECAR, SIDECAR, owner_folder, sidecar_of
 
 log = logging.getLogger(__name__)
@@ -61,6 +66,28 @@ ADDED = {"file": {"split": None, "press": ""}}
 """Columns that the sidecars of earlier versions lack, with what that means."""
 CACHE_CHUNK = ("id", *CONTENT, "pinned", "position", "start", "end")
 
+Text = Annotated[str, Field(min_length=1)]
+Whole = Annotated[int, Field(ge=0, lt=1 << 63)]
+Time = Annotated[float, Field(ge=0, lt=253_402_300_800, allow_inf_nan=False)]
+"""Seconds since the epoch, before the year 10000, as Python's dates need it."""
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+TYPES: dict[str, Any] = {
+    **dict.fromkeys(("id", "owner", "name"), Text),
+    **dict.fromkeys(("filename", "title", "description", "press"), str),
+    **dict.fromkeys(("sha256", "digest"), Digest),
+    **dict.fromkeys(("bytes", "version", "position", "start", "end"), Whole),
+    **dict.fromkeys(QUOTAS, Whole | None),
+    **dict.fromkeys(("created_at", "updated_at"), Time),
+    "expires_at": Time | None,
+    "handle": Text | None,
+    "kind": Kind,
+    "metadata": dict[str, str | bool | int | Number],
+    "pinned": bool,
+    "split": dict[str, str | bool | int | Number | None] | None,
+}
+"""The type of every column."""
+
 TABLES = {"file": "files", "reference": "refs", "cache": "caches", "owner": "users"}
 DESCRIBED = {
     "file": "id NOT IN (SELECT id FROM cache_chunks)",
@@ -74,6 +101,9 @@ CHUNKS_OF_CACHE = "SELECT * FROM files JOIN cache_chunks USING (id) WHERE cache 
 MOST_BYTES = 16 << 20
 """Every sidecar is smaller; the one of a cache of 1,024 chunks has half a megabyte."""
 
+BOUNDS = bounded_json.Bounds(depth=16)
+STRICT = ConfigDict(strict=True)
+
 Read = Callable[..., list[Row]]
 """Runs a query on the catalogue and returns its rows (``Catalog.read``)."""
 Undone = Callable[[Connection], None]
@@ -86,14 +116,20 @@ class Sidecar:
 
     Args:
         record: columns of the row it describes; a cache also has ``chunks``, a list of rows.
+        replaces: id of the file whose handle an upload takes over, while its row may not be committed yet.
     """
 
     kind: SidecarKind
     record: dict[str, Any]
+    replaces: str = field(default="", compare=False)
 
     @classmethod
     def of(
-        cls, kind: SidecarKind, row: Mapping[str, Any], chunks: Iterable[Mapping[str, Any]] = ()
+        cls,
+        kind: SidecarKind,
+        row: Mapping[str, Any],
+        chunks: Iterable[Mapping[str, Any]] = (),
+        replaces: str = "",
     ) -> Sidecar:
         """Returns the sidecar of a row.
 
@@ -103,12 +139,14 @@ class Sidecar:
         record = _plain(row, COLUMNS[kind])
         if kind == "cache":
             record["chunks"] = [_plain(chunk, CACHE_CHUNK) for chunk in chunks]
-        return cls(kind, record)
+        return cls(kind, record, replaces)
 
     def encode(self) -> bytes:
         record = json.dumps(self.record, sort_keys=True)
         digest = hashlib.sha256(record.encode()).hexdigest()
-        return f'{{"format": {FORMAT}, "kind": "{self.kind}", "sha256": "{digest}", "record": {record}}}\n'.encode()
+        replaces = f'"replaces": {json.dumps(self.replaces)}, ' if self.replaces else ""
+        head = f'"format": {FORMAT}, "kind": "{self.kind}", {replaces}"sha256": "{digest}"'
+        return f'{{{head}, "record": {record}}}\n'.encode()
 
     @classmethod
     def decode(cls, data: bytes, name: str) -> Sidecar:
@@ -118,7 +156,7 @@ class Sidecar:
             CorruptFile: it is damaged, or has another format.
         """
         try:
-            whole = json.loads(data)
+            whole = bounded_json.read(data, BOUNDS)
             record = json.dumps(whole["record"], sort_keys=True)
             if whole["format"] != FORMAT or not isinstance(whole["record"], dict):
                 raise CorruptFile(f"the sidecar {name} has a format that this program does not know")
@@ -129,9 +167,14 @@ class Sidecar:
             missing = [column for column in columns if column not in whole["record"]]
             if missing:
                 raise CorruptFile(f"the sidecar {name} lacks {missing[0]}")
+            _model(whole["kind"]).model_validate(whole["record"])
+        except ValidationError as error:
+            [first, *_] = error.errors(include_url=False)
+            where = ".".join(map(str, first["loc"]))
+            raise CorruptFile(f"the sidecar {name} cannot be used: {where}: {first['msg']}") from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorruptFile(f"the sidecar {name} is damaged ({error!r})") from error
-        return cls(whole["kind"], whole["record"])
+        return cls(whole["kind"], whole["record"], str(whole.get("replaces", "")))
 
     @classmethod
     def read(cls, path: Path) -> Sidecar:
@@ -141,9 +184,13 @@ class Sidecar:
             CorruptFile: it is damaged, or has another format.
             OSError: it cannot be read.
         """
-        if path.stat().st_size > MOST_BYTES:
+        if not S_ISREG(path.lstat().st_mode):
+            raise CorruptFile(f"the sidecar {path.name} is not a file")
+        with path.open("rb") as stream:
+            data = stream.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
             raise CorruptFile(f"the sidecar {path.name} is larger than any that this program writes")
-        return cls.decode(path.read_bytes(), path.name)
+        return cls.decode(data, path.name)
 
 
 class Sidecars:
@@ -224,6 +271,18 @@ class Sidecars:
         for kind, row in self.described(read):
             chunks = read(CHUNKS_OF_CACHE, row["id"]) if kind == "cache" else ()
             yield self.path(kind, row), Sidecar.of(kind, row, chunks)
+
+
+@cache
+def _model(kind: SidecarKind) -> type[BaseModel]:
+    """Returns what checks the types of a record."""
+    fields: dict[str, Any] = {column: (TYPES[column], ...) for column in COLUMNS[kind]}
+    if kind == "cache":
+        chunk = create_model(
+            "chunk", __config__=STRICT, **{column: (TYPES[column], ...) for column in CACHE_CHUNK}
+        )
+        fields["chunks"] = (list[chunk], ...)  # type: ignore[valid-type]
+    return create_model(kind, __config__=STRICT, **fields)
 
 
 def _holds(path: Path, sidecar: Sidecar) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sqlite3
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from sqlite3 import Connection
@@ -92,6 +93,7 @@ class Adoption:
 
     Attributes:
         without_handle: ids of files that lost their handle to another file of the same user.
+        replaced: number of files whose replacement a crash had interrupted; they have expired now.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Adoption:
     ) -> None:
         self._db, self._catalog, self._now, self._lost = db, catalog, now, lost
         self.without_handle: list[str] = []
+        self.replaced = 0
 
     def take(self, path: str, sidecar: Sidecar, verify: Verify) -> set[str]:
         """Makes the rows that a sidecar describes, for originals that are there.
@@ -109,7 +112,20 @@ class Adoption:
         Returns:
             The paths of the sidecar and of its originals; nothing if the catalogue has these rows already, or if no
             original is there.
+
+        Raises:
+            CorruptFile: it describes what no catalogue holds, such as two files of one id; no row was made.
         """
+        self._db.execute("SAVEPOINT adoption")
+        try:
+            return self._take(path, sidecar, verify)
+        except sqlite3.IntegrityError as error:
+            self._db.execute("ROLLBACK TO adoption")
+            raise CorruptFile(f"the sidecar {path} does not fit the catalogue ({error})") from error
+        finally:
+            self._db.execute("RELEASE adoption")
+
+    def _take(self, path: str, sidecar: Sidecar, verify: Verify) -> set[str]:
         record = sidecar.record
         if sidecar.kind == "owner":
             return {path} if self._owner(record) else set()
@@ -123,21 +139,29 @@ class Adoption:
             return {path, *paths} if self._cache(record, errors) else set()
         original = path.removesuffix(SIDECAR)
         error = verify(original, record)
-        adopt = self.file if sidecar.kind == "file" else self.reference
-        return {path, original} if error != LOST and adopt(record, original, error) else set()
+        if error == LOST:
+            return set()
+        if sidecar.kind == "file":
+            adopted = self.file(record, original, error, "" if error else sidecar.replaces)
+        else:
+            adopted = self.reference(record, original, error)
+        return {path, original} if adopted else set()
 
-    def file(self, record: Record, path: str, error: str | None = None) -> bool:
+    def file(self, record: Record, path: str, error: str | None = None, replaces: str = "") -> bool:
         """Makes the row of an upload; returns False when a file has its id.
 
         Args:
             path: path of the original, relative to the root.
             error: the reason, if the original cannot be used.
+            replaces: id of the file whose handle it takes, if that file has it still.
         """
         if self._known("files", record["id"]):
             return False
         self._catalog.add_user(self._db, record["owner"], record["created_at"])
         insert_row(
-            self._db, "files", _content("file", record, path, error) | {"handle": self._handle(record)}
+            self._db,
+            "files",
+            _content("file", record, path, error) | {"handle": self._handle(record, replaces)},
         )
         return True
 
@@ -191,8 +215,9 @@ class Adoption:
             self._db.execute("INSERT INTO cache_chunks VALUES (?, ?, ?, ?, ?)", span)
         return True
 
-    def _handle(self, record: Record) -> str | None:
-        """Returns the handle of a file, unless another existing file of the user has it and has not expired."""
+    def _handle(self, record: Record, replaces: str) -> str | None:
+        """Returns the handle of a file, unless another existing file of the user has it and has not expired. The file
+        that it replaces gives it up and expires, as at the end of an upload."""
         if record["handle"] is None:
             return None
         sql = "SELECT id, path, expires_at FROM files WHERE owner = ? AND handle = ? COLLATE NOCASE"
@@ -201,6 +226,11 @@ class Adoption:
             return record["handle"]
         if row["path"] in self._lost or (row["expires_at"] is not None and row["expires_at"] <= self._now):
             self._db.execute("UPDATE files SET handle = NULL WHERE id = ?", (row["id"],))
+            return record["handle"]
+        if row["id"] == replaces:
+            sql = "UPDATE files SET handle = NULL, expires_at = ? WHERE id = ?"
+            self._db.execute(sql, (self._now, replaces))
+            self.replaced += 1
             return record["handle"]
         self.without_handle.append(record["id"])
         return None

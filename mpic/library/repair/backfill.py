@@ -55,6 +55,8 @@ class SidecarBackfill:
             try:
                 with self._catalog.write() as db:  # a row that is deleted meanwhile gets no sidecar
                     self._sidecars.rewrite(db, kind, id)
+            except IsADirectoryError as error:
+                log.error("the sidecar of %s cannot be written: %s", id, error)
             except (MPICError, OSError) as error:
                 log.error("not all sidecars could be written; the next start continues: %s", error)
                 return

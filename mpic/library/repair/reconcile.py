@@ -22,6 +22,8 @@ from mpic.library.folder.orphans import Orphans
 from mpic.library.folder.sidecars import DESCRIBED, SidecarKind, Sidecars
 from mpic.library.repair.adopt import LOST, Adoption, Record, check_original, read_sidecars
 
+NAMED = 20
+"""Most files put aside that the log names; their number is in it, too."""
 log = logging.getLogger(__name__)
 
 
@@ -48,8 +50,9 @@ class Reconciliation:
         """Makes rows and files agree.
 
         Returns:
-            How many of each: ``lost_files`` have a row and no original, ``adopted_files`` had no row, ``leftovers``
-            were removed, ``orphans`` were put aside, ``unknown`` have no name of this program and were left alone.
+            How many of each: ``lost_files`` have a row and no original, ``adopted_files`` had no row,
+            ``replaced_files`` have expired because an adopted one takes their place, ``leftovers`` were removed,
+            ``orphans`` were put aside, ``unknown`` have no name of this program and were left alone.
         """
         lost = self._known - self._found.originals
         for table in ("files", "refs"):
@@ -57,11 +60,15 @@ class Reconciliation:
         unknown = self._without_row()
         dead = self._catalog.tombstones({_remembered_path(name) for name in unknown})
         gone = {name for name in unknown if _remembered_path(name) in dead}
-        rest, adopted = self._adopt(unknown - gone, lost)
+        rest, adopted, replaced = self._adopt(unknown - gone, lost)
         orphans.take(sorted(rest))
+        for name in sorted(rest)[:NAMED]:
+            log.warning("%s was put into quarantine/orphans: no row and no sidecar describes it", name)
         for name in sorted(gone):
             filesystem.try_remove(self._root / name)
-        done = Counter(lost_files=len(lost), adopted_files=adopted, orphans=len(rest))
+        done = Counter(
+            lost_files=len(lost), adopted_files=adopted, orphans=len(rest), replaced_files=replaced
+        )
         done["leftovers"] = len(gone) + len(self._found.leftovers)
         done["unknown"] = len(self._found.unknown)
         return done
@@ -107,25 +114,38 @@ class Reconciliation:
         known = {str(self._sidecars.path("owner", row).relative_to(self._root)) for row in rows}
         return self._found.owners - known
 
-    def _adopt(self, unknown: set[str], lost: set[str]) -> tuple[set[str], int]:
+    def _adopt(self, unknown: set[str], lost: set[str]) -> tuple[set[str], int, int]:
         """Makes rows for the originals and the quotas that sidecars describe; returns the other paths of ``unknown``,
-        and the number of sidecars of originals used."""
+        the number of sidecars of originals used, and that of files that were replaced. Where a sidecar cannot be read
+        now, the next start tries again: nothing of its folder is among these paths."""
         names = {name for name in unknown if name.endswith(SIDECAR)} | self._without_quotas()
-        sidecars = read_sidecars(
-            self._root, names, lambda name, error: log.warning("%s cannot be used: %s", name, error)
-        )
+        unread: set[str] = set()
+
+        def report(name: str, error: Exception) -> None:
+            log.warning("%s cannot be used: %s", name, error)
+            if isinstance(error, OSError):
+                unread.add(name.rpartition("/")[0])
+
+        sidecars = read_sidecars(self._root, names, report)
+        unknown = {name for name in unknown if name.rpartition("/")[0] not in unread}
         if not sidecars:
-            return unknown, 0
+            return unknown, 0, 0
         taken: list[set[str]] = []
         with self._catalog.write() as db:
             adoption = Adoption(db, self._catalog, self._now, lost)
             for name, sidecar in sidecars:
-                paths = adoption.take(name, sidecar, lambda path, row: self._verify(path, row, unknown))
+                try:
+                    paths = adoption.take(name, sidecar, lambda path, row: self._verify(path, row, unknown))
+                except CorruptFile as error:
+                    report(name, error)
+                    continue
                 if sidecar.kind != "owner":
                     taken.append(paths)
+            for file_id in adoption.without_handle:
+                self._sidecars.rewrite(db, "file", file_id)
         for file_id in adoption.without_handle:
             log.warning("%s is back without its handle, which another file of its owner has", file_id)
-        return unknown.difference(*taken), sum(map(bool, taken))
+        return unknown.difference(*taken), sum(map(bool, taken)), adoption.replaced
 
     def _verify(self, original: str, record: Record, unknown: set[str]) -> str | None:
         """Checks the size of an original that has no row; its bytes are verified whenever it is read."""

@@ -136,7 +136,10 @@ class _Rebuilding:
         with self._catalog.write() as db:
             adoption = Adoption(db, self._catalog, self._clock())
             for path, sidecar in sidecars:
-                self._adopt(adoption, path, sidecar)
+                try:
+                    self._adopt(adoption, path, sidecar)
+                except CorruptFile as error:
+                    self._trouble(path, f"cannot be used ({error})")
             rest = sorted(found.originals - self._described)
             if salvaging is not None:
                 before = len(rest)
