@@ -1,6 +1,6 @@
 """Threads for work whose duration depends on the client.
 
-Routes that answer at once (listings, look-ups) share the threads of the web framework. Work that a client can make
+Routes that answer at once (look-ups of one thing) share the threads of the web framework. Work that a client can make
 long, such as parsing a large body, tokenizing or decoding, runs on threads of its own. Their number is bounded, in all
 and for each user, so that no user waits for the long work of another.
 """
@@ -78,6 +78,7 @@ class ThreadPools:
         long_prompts: building prompts of very many parts, which is all Python: side by side they would be no quicker,
             and together they would hold up the engine's thread.
         splitting: cutting long texts and storing the pieces, which takes many seconds.
+        listings: pages of listings, which are all Python, too.
         background: tokenizing uploads, for which no client waits.
     """
 
@@ -86,6 +87,7 @@ class ThreadPools:
         self.prompts = ThreadPool(MANY, PROMPTS_PER_USER)
         self.long_prompts = ThreadPool(2, 1)
         self.splitting = ThreadPool(2, 1)
+        self.listings = ThreadPool(4, 2)
         self.background = ThreadPool(2, 1)
 
 
