@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mpic.library import Library
     from mpic.prompt import ChatTemplate
     from mpic.retriever import Retriever
+    from mpic.server.forms import UnderWay
     from mpic.server.metrics import Metrics
     from mpic.server.savings import SavingsLedger
 
@@ -28,6 +29,7 @@ class State:
     Args:
         started: Unix time of the start.
         pools: threads for work that may take long.
+        uploads: counts the bytes of uploads under way.
         rates: counts the requests of keys.
     """
 
@@ -40,6 +42,7 @@ class State:
     metrics: Metrics
     retriever: Retriever
     savings: SavingsLedger
+    uploads: UnderWay
     pools: ThreadPools = field(default_factory=ThreadPools)
     rates: KeyRates = field(default_factory=KeyRates)
 

@@ -22,6 +22,7 @@ from starlette.requests import Request
 
 from mpic.cancel import Cancelled, until
 from mpic.http.sse import ClientDisconnected, while_connected
+from mpic.imaging.budget import on_behalf_of
 
 T = TypeVar("T")
 PROMPTS_PER_USER = 4
@@ -66,7 +67,9 @@ class ThreadPool:
         seat = self._seats.setdefault(user, asyncio.Semaphore(self._per_user))
         async with seat, self._free:
             loop = asyncio.get_running_loop()
-            return await _until_done(loop.run_in_executor(self._threads, copy_context().run, work, *args))
+            return await _until_done(
+                loop.run_in_executor(self._threads, copy_context().run, _for, user, work, args)
+            )
 
 
 class ThreadPools:
@@ -89,6 +92,11 @@ class ThreadPools:
         self.splitting = ThreadPool(2, 1)
         self.listings = ThreadPool(4, 2)
         self.background = ThreadPool(2, 1)
+
+
+def _for(user: str, work: Callable[..., T], args: tuple[object, ...]) -> T:
+    with on_behalf_of(user):
+        return work(*args)
 
 
 async def _until_done(task: asyncio.Future[T]) -> T:
