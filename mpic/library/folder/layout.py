@@ -106,16 +106,16 @@ def scan(root: Path) -> FoundFiles:
     found = FoundFiles()
     for folder in _entries(root / "files"):
         parent = f"files/{folder.name}"
-        if not (folder.is_dir() and HASH.fullmatch(folder.name)):
+        if not (HASH.fullmatch(folder.name) and Path(folder).is_dir()):
             found.unknown.append(parent)
             continue
         for entry in _entries(Path(folder.path)):
-            if entry.is_file():
+            if _is_file(entry):
                 found.take(parent, entry.name)
             else:
                 found.unknown.append(f"{parent}/{entry.name}")
     for entry in _entries(root / "tmp"):
-        ours = INCOMING.fullmatch(entry.name) and entry.is_file()
+        ours = INCOMING.fullmatch(entry.name) and _is_file(entry)
         (found.leftovers if ours else found.unknown).append(f"tmp/{entry.name}")
     return found
 
@@ -165,6 +165,11 @@ def _is_temporary(name: str) -> bool:
     final = name[1:].rsplit(".", 2)[0]
     patterns = (ORIGINAL_SIDECAR, CACHE_SIDECAR, CHUNK)
     return final == OWNER_SIDECAR or any(pattern.fullmatch(final) for pattern in patterns)
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    """Returns whether an entry is a file; one that links to itself, which is an error for ``entry``, is none."""
+    return entry.is_file(follow_symlinks=False) or Path(entry).is_file()
 
 
 def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:

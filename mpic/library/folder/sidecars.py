@@ -17,6 +17,7 @@ import hashlib
 import json
 import logging
 import sqlite3
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -141,7 +142,10 @@ class Sidecar:
             CorruptFile: it is damaged, or has another format.
             OSError: it cannot be read.
         """
-        if path.stat().st_size > MOST_BYTES:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise CorruptFile(f"the sidecar {path.name} is no regular file")
+        if status.st_size > MOST_BYTES:
             raise CorruptFile(f"the sidecar {path.name} is larger than any that this program writes")
         return cls.decode(path.read_bytes(), path.name)
 

@@ -1,10 +1,11 @@
 """Makes the catalogue and the originals agree at start-up.
 
 Only files that are known to be useless are deleted: unfinished files with a temporary name of this program, and files
-that the catalogue remembers as deleted. An original that the catalogue does not know, but that its sidecar
-describes, is adopted: a crash came between the file and its row, or the catalogue is an older copy. So are the quotas
-of a user for whom the catalogue has none. Any other file with a name of this program goes to the orphans, and files
-with other names are left alone.
+that the catalogue remembers as deleted. An original that the catalogue does not know, but that its sidecar describes,
+is adopted: a crash came between the file and its row, or the catalogue is an older copy. So are the quotas of a user
+for whom the catalogue has none. An upload that was to replace another file, which a crash prevented, is not adopted,
+because it would count against the user's quota. Any other file with a name of this program goes to the orphans, and
+files with other names are left alone.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from sqlite3 import Connection
 
 from mpic.durable import FileSystem
 from mpic.errors import CorruptFile
 from mpic.library.catalog.database import Catalog
 from mpic.library.folder.layout import SIDECAR, scan
 from mpic.library.folder.orphans import Orphans
-from mpic.library.folder.sidecars import DESCRIBED, SidecarKind, Sidecars
+from mpic.library.folder.sidecars import DESCRIBED, Sidecar, SidecarKind, Sidecars
 from mpic.library.repair.adopt import LOST, Adoption, Record, check_original, read_sidecars
 
 log = logging.getLogger(__name__)
@@ -120,12 +122,31 @@ class Reconciliation:
         with self._catalog.write() as db:
             adoption = Adoption(db, self._catalog, self._now, lost)
             for name, sidecar in sidecars:
+                if sidecar.kind == "file" and self._was_to_replace(db, sidecar.record, lost):
+                    continue
                 paths = adoption.take(name, sidecar, lambda path, row: self._verify(path, row, unknown))
                 if sidecar.kind != "owner":
                     taken.append(paths)
         for file_id in adoption.without_handle:
             log.warning("%s is back without its handle, which another file of its owner has", file_id)
         return unknown.difference(*taken), sum(map(bool, taken))
+
+    def _was_to_replace(self, db: Connection, record: Record, lost: set[str]) -> bool:
+        """Returns whether a crash kept an upload from replacing an older file, which has the handle still, by its own
+        sidecar, too. Nobody was told that the upload was stored."""
+        sql = "SELECT id, owner, path, created_at, expires_at FROM files WHERE owner = ? AND handle = ? COLLATE NOCASE"
+        row = db.execute(sql, (record["owner"], record["handle"])).fetchone()
+        if row is None or row["path"] in lost:
+            return False
+        if row["created_at"] >= record["created_at"] or (
+            row["expires_at"] is not None and row["expires_at"] <= self._now
+        ):
+            return False
+        try:
+            holder = Sidecar.read(self._sidecars.path("file", row)).record
+        except (CorruptFile, OSError):
+            return False
+        return (holder["handle"] or "").lower() == record["handle"].lower()
 
     def _verify(self, original: str, record: Record, unknown: set[str]) -> str | None:
         """Checks the size of an original that has no row; its bytes are verified whenever it is read."""
