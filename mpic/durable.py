@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import sqlite3
+import stat
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -23,6 +24,8 @@ from mpic.errors import StorageFull
 TEMPORARY = ".tmp"
 """Suffix of files that are not finished; after a restart such files are garbage."""
 
+NO_FILE = frozenset({errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENOTDIR})
+"""Errors of opening a name that is a loop of links, a socket, a device without a driver, or below a file."""
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 log = logging.getLogger(__name__)
 
@@ -45,9 +48,23 @@ class FileSystem:
         os.fsync(fd)
 
     def open(self, path: Path) -> int:
-        """Opens a file for reading; returns its descriptor. Raises OSError also for a symbolic link, which no library
-        writes, and does not wait for the other end of a pipe."""
-        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        """Opens a file for reading. Never waits: a pipe in its place would keep the thread until somebody writes to it;
+        and follows no symbolic link, since no library writes one.
+
+        Raises:
+            FileNotFoundError: there is none, or what has its name is no regular file.
+            OSError: it cannot be opened.
+        """
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno in NO_FILE:
+                raise FileNotFoundError(errno.ENOENT, "is no regular file", str(path)) from error
+            raise
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise FileNotFoundError(errno.ENOENT, "is no regular file", str(path))
+        return fd
 
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size

@@ -1,18 +1,43 @@
-"""A budget of bytes and callers for work that runs at the same time, granted in the order of arrival."""
+"""A budget of bytes and callers for work that runs at the same time, granted to users in turn."""
 
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import count
 
 from mpic.errors import DecoderBusy
 
+_user: ContextVar[str] = ContextVar("user", default="")
+
+
+@contextmanager
+def on_behalf_of(user: str) -> Iterator[None]:
+    """Says for which user the block asks for places of budgets."""
+    token = _user.set(user)
+    try:
+        yield
+    finally:
+        _user.reset(token)
+
+
+class _Ticket:
+    """A caller in the line."""
+
+    def __init__(self, user: str) -> None:
+        self.user = user
+
 
 class Budget:
-    """A semaphore over bytes and callers. Callers are served in the order of their arrival, so that a stream of small
-    requests cannot keep a large one waiting for ever. Thread-safe.
+    """A semaphore over bytes and callers. Thread-safe.
+
+    Users take turns (``on_behalf_of``): the next caller is of the user who has the fewest inside, and among those of
+    the one whose last turn was longest ago. The callers of one user are served in the order of their arrival, so that a
+    stream of small requests cannot keep a large one waiting for ever. A user may wait with at most as many callers as
+    there are places left in the line, so that nobody fills it alone.
 
     Args:
         most: maximum number of callers inside at a time, whatever their size.
@@ -26,7 +51,10 @@ class Budget:
     def __init__(self, most: int, most_waiting: int) -> None:
         self.most, self.most_waiting = most, most_waiting
         self.bytes = self.running = self.most_bytes = self.most_running = 0
-        self._line: deque[object] = deque()
+        self._line: list[_Ticket] = []
+        self._inside: Counter[str] = Counter()
+        self._turns: dict[str, int] = {}  # of the users who wait or are inside: the number of their last turn
+        self._numbers = count(1)
         self._changed = threading.Condition()
 
     @contextmanager
@@ -39,12 +67,13 @@ class Budget:
             patient: wait even if too many others do, for work that a client cannot be asked to send again.
 
         Raises:
-            DecoderBusy: ``most_waiting`` callers are waiting already.
+            DecoderBusy: too many callers are waiting already, of this user or of all.
         """
         size = min(size, capacity)
-        ticket = object()
+        ticket = _Ticket(_user.get())
         with self._changed:
-            if not patient and len(self._line) >= self.most_waiting:
+            own = sum(waiting.user == ticket.user for waiting in self._line)
+            if not patient and own >= self.most_waiting - len(self._line):
                 raise DecoderBusy(
                     "too many large files are waiting to be decoded; try again", retry_after=2.0
                 )
@@ -52,18 +81,21 @@ class Budget:
             try:
                 self._changed.wait_for(
                     lambda: (
-                        self._line[0] is ticket and self.running < self.most and self.bytes + size <= capacity
+                        self._next() is ticket and self.running < self.most and self.bytes + size <= capacity
                     )
                 )
-                self._count(size, 1)
+                self._count(size, 1, ticket.user)
+                self._turns[ticket.user] = next(self._numbers)
             finally:
                 self._line.remove(ticket)
+                self._forget(ticket.user)
                 self._changed.notify_all()
         try:
             yield
         finally:
             with self._changed:
-                self._count(-size, -1)
+                self._count(-size, -1, ticket.user)
+                self._forget(ticket.user)
                 self._changed.notify_all()
 
     @property
@@ -71,8 +103,20 @@ class Budget:
         """Returns the number of callers that wait."""
         return len(self._line)
 
-    def _count(self, size: int, callers: int) -> None:
+    def _next(self) -> _Ticket:
+        """Returns the caller whose turn it is."""
+        return min(self._line, key=lambda one: (self._inside[one.user], self._turns.get(one.user, 0)))
+
+    def _forget(self, user: str) -> None:
+        """Forgets a user who neither waits nor is inside."""
+        if not self._inside[user]:
+            del self._inside[user]
+            if all(one.user != user for one in self._line):
+                self._turns.pop(user, None)
+
+    def _count(self, size: int, callers: int, user: str) -> None:
         self.bytes += size
         self.running += callers
+        self._inside[user] += callers
         self.most_bytes = max(self.most_bytes, self.bytes)
         self.most_running = max(self.most_running, self.running)

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from mpic import memory
-from mpic.errors import VideoTooLarge
+from mpic.errors import ImageTooCostly, VideoTooLarge
 from mpic.imaging import pixels
 from mpic.imaging.budget import Budget
 from mpic.imaging.clips import Clip, ClipFacts, ClipRules, Sample
@@ -88,6 +88,12 @@ class Decoder:
         header = read_header(data)
         if header.format in ("PNG", "JPEG", "WEBP") and header.pixels > rules.pixels:
             raise pixels.too_large(header.width, header.height, rules)
+        if header.costly:
+            raise ImageTooCostly(
+                f"the image is stored in so many passes over its {header.pixels:,} pixels that decoding it takes far "
+                "too long; save it again as an ordinary JPEG",
+                param="file",
+            )
         try:
             run = self._run_here if header.small(len(data)) else self._run_in_worker
             return run(do, data, rules._replace(believed=header.pixels), budget, header, options)

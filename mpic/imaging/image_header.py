@@ -5,6 +5,7 @@ A header does not decide whether an image is accepted, except that a header with
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 MiB = 1 << 20
@@ -17,8 +18,14 @@ MANY_PARTS = 1000
 """A PNG with more chunks or a JPEG with more segments counts as odd, because Pillow walks them in Python."""
 MANY_SCANS = 32
 """A JPEG with more scans counts as odd, because each covers the whole image, however few bytes it has."""
+MOST_SCANS, SCANNED_PIXELS = 256, 1 << 30
+"""Scans of a JPEG, and their pixels together, above which it is refused: a file of 300 KB can have a thousand scans,
+which take minutes. Programs write some ten scans, which makes 400 million pixels of the largest image."""
 MUCH_EXIF = 16 << 10
 """EXIF data of n bytes can unpack to n * n / 12 bytes, because each of its entries may point at all of it."""
+
+MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]", re.S)
+"""A marker of a JPEG other than those within a scan."""
 
 PER_PIXEL = {"PNG": 4, "JPEG": 4, "WEBP": 16, "BMP": 4, "GIF": 6}
 """Bytes per pixel that decoding takes: Pillow's own four, and those that the format's library holds beside them."""
@@ -33,6 +40,7 @@ class ImageHeader(NamedTuple):
         width, height: in pixels; 0 if they could not be read.
         per_pixel: bytes of memory that decoding takes for each pixel.
         odd: decoding may take far more work than an image of this size should.
+        scans: how often decoding passes over the pixels; counting ends above ``MOST_SCANS``.
     """
 
     format: str = ""
@@ -40,6 +48,12 @@ class ImageHeader(NamedTuple):
     height: int = 0
     per_pixel: int = max(PER_PIXEL.values())
     odd: bool = False
+    scans: int = 1
+
+    @property
+    def costly(self) -> bool:
+        """Returns whether decoding takes far more work than any picture does."""
+        return self.scans > MOST_SCANS or self.scans * self.pixels > max(SCANNED_PIXELS, 16 * self.pixels)
 
     @property
     def pixels(self) -> int:
@@ -99,7 +113,7 @@ def _jpeg(data: bytes) -> ImageHeader:
     for _ in range(MANY_PARTS):
         marker, size = data[at : at + 2], _big(data, at + 2, 2)
         if marker == b"\xff\xda":  # the pixels begin
-            return _jpeg_frame(frame, data.count(marker), exif > MUCH_EXIF) if frame else ImageHeader()
+            return _jpeg_frame(frame, _scans(data, at), exif > MUCH_EXIF) if frame else ImageHeader()
         if marker[:1] != b"\xff":
             break
         if marker == b"\xff\xff":  # a byte of padding
@@ -113,12 +127,25 @@ def _jpeg(data: bytes) -> ImageHeader:
     return ImageHeader()
 
 
+def _scans(data: bytes, at: int) -> int:
+    """Counts the scans of a JPEG from the first on, to its end or to more than ``MOST_SCANS``. Other images, which
+    cameras append, do not count."""
+    scans = 0
+    while scans <= MOST_SCANS:
+        scans += data[at + 1] == 0xDA
+        marker = MARKER.search(data, at + 2 + _big(data, at + 2, 2))
+        if marker is None or data[marker.start() + 1] == 0xD9:
+            break
+        at = marker.start()
+    return scans
+
+
 def _jpeg_frame(frame: bytes, scans: int, odd: bool) -> ImageHeader:
     """Reads the header of a frame: its kind, then height, width and components."""
     height, width, components = _big(frame, 1, 2), _big(frame, 3, 2), _big(frame, 5, 1)
     whole = scans > 1 or frame[:1] not in b"\xc0\xc1"  # all coefficients are held until the last scan
     per_pixel = PER_PIXEL["JPEG"] + (2 * min(components, 4) if whole else 0)
-    return ImageHeader("JPEG", width, height, per_pixel, odd or scans > MANY_SCANS)
+    return ImageHeader("JPEG", width, height, per_pixel, odd or scans > MANY_SCANS, scans)
 
 
 def _webp(data: bytes) -> ImageHeader:

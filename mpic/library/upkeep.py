@@ -210,7 +210,7 @@ def _scrub_originals(library: Library, progress: Progress) -> Iterator[Problem]:
     sql = "SELECT path, sha256, bytes FROM files UNION ALL SELECT path, sha256, bytes FROM refs"
     for row in library.catalog.read(sql):
         try:
-            with (library.root / row["path"]).open("rb") as stream:
+            with open(library.filesystem.open(library.root / row["path"]), "rb") as stream:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
         except OSError as error:
             yield Problem(row["path"], f"cannot be read ({error.strerror})", "upload it again")
@@ -226,9 +226,13 @@ def _scrub_sidecars(library: Library) -> Iterator[Problem]:
         what = _sidecar_fault(path, sidecar)
         if what is None:
             continue
+        then = ANEW
         if not library.catalog.read_only:
-            library.sidecars.write(path, sidecar)
-        yield Problem(str(path.relative_to(library.root)), what, ANEW, damaged=what != AHEAD)
+            try:
+                library.sidecars.write(path, sidecar)
+            except IsADirectoryError:
+                then = "remove the folder, and run this again"
+        yield Problem(str(path.relative_to(library.root)), what, then, damaged=what != AHEAD)
 
 
 def _sidecar_fault(path: Path, wanted: Sidecar) -> str | None:

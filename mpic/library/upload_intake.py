@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from mpic.errors import BadRequest, CorruptFile, HandleTaken
+from mpic.imaging.budget import on_behalf_of
 from mpic.keys import KeyLimits
 from mpic.library.catalog.file_rows import FileRows, handle_taken
 from mpic.library.folder.originals import Incoming
@@ -196,7 +197,8 @@ class UploadIntake(LibraryPart):
 
     def _describe(self, wanted: Wanted, incoming: Incoming, now: float, expires_at: float | None) -> File:
         """Returns the record of an upload. Raises as ``identify``."""
-        key = identify(incoming, self._limits, self._no_clips())
+        with on_behalf_of(wanted.owner):
+            key = identify(incoming, self._limits, self._no_clips())
         if wanted.asked and wanted.split and key.kind != "text":
             raise BadRequest(
                 f"only documents can be cut; {'an image' if key.kind == 'image' else 'a clip'} is one chunk",

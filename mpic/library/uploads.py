@@ -233,9 +233,9 @@ class UploadLibrary(InlineChunks):
             found.append(Chunk(key, user, ids, label=name, file_id=file.id, press=file.press))
         return found
 
-    def counts(self, user: str, file_id: str | None = None) -> dict[str, int]:
-        """Returns the number of chunks of the user's documents that are cut, by the file's id."""
-        return self._rows.counts(user, file_id)
+    def counts(self, user: str, ids: Iterable[str]) -> dict[str, int]:
+        """Returns the number of chunks of those of the user's files that are documents which are cut, by id."""
+        return self._rows.counts(user, ids)
 
     def with_pieces(self, user: str, keys: Iterable[str]) -> dict[str, list[str]]:
         """Returns which chunks are pieces of the user's documents that are cut: file id -> their keys, written as

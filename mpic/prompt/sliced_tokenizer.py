@@ -6,18 +6,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
 
 from tokenizers import Encoding, Tokenizer
 
 from mpic import memory
 from mpic.cancel import checkpoint
 from mpic.prompt import slice_cache
-from mpic.prompt.bounds import SLICE, least_tokens
+from mpic.prompt.bounds import least_tokens
 from mpic.prompt.slice_cache import SliceCache
 from mpic.prompt.slicer import Slicer, shifted
 
+SLICE = 1 << 14
+"""Characters of a slice that is tokenized at a time."""
 BYTES_PER_BYTE = 450
 """Bytes of memory that the tokenizers library takes for each byte of a text: 150 to 410 were measured."""
 COUNTED, REMEMBERED = 4096, 1024
@@ -65,12 +67,20 @@ class SlicedTokenizer:
         """Yields for each id of a text the characters ``[start, end)`` that it stands for."""
         for part in self.slicer.slices(text, SLICE):
             encoding = _encoded(self.tokenizer.encode_batch, part.text)
-            yield from shifted(_offsets(encoding), part.start, self.slicer.drops_space and part.start > 0)
+            yield from shifted(_offsets(encoding), part.start, part.dropped)
 
     def counter(self) -> Callable[[str, int], int]:
         """Returns a function that counts the ids of a text; above a given number, the count may be inexact. It
         remembers parts of texts, because a splitter counts many texts with the same beginning."""
-        remembered = lru_cache(maxsize=REMEMBERED)(lambda part: len(self._fast(part)))
+        known: dict[bytes, int] = {}  # by digest: the parts would take many times as much memory
+
+        def remembered(part: str) -> int:
+            key = hashlib.blake2b(part.encode(errors="surrogatepass"), digest_size=16).digest()
+            if key not in known:
+                if len(known) >= REMEMBERED:
+                    del known[next(iter(known))]
+                known[key] = len(self._fast(part))
+            return known[key]
 
         def count(text: str, most: int) -> int:
             found = least_tokens([text], self.longest, most)

@@ -12,8 +12,11 @@ two letters, and only if all of this holds for the tokenizer when the model is l
 - Texts with all kinds of neighbours give the same tokens, at the same characters, whole and cut
   (``_gives_same_tokens``).
 
-Some tokenizers put a space in front of every text. For them the space at a cut belongs to neither slice. Tokenizers
-that do not qualify get their texts whole.
+Some tokenizers put a space in front of every text. For them the space at a cut belongs to neither slice.
+
+No slice has more than ``MOST`` characters, because a tokenizer takes some 400 bytes of memory for each. Where no such
+space comes in time (one word a line, Chinese, base64), and for tokenizers that do not qualify, a text is cut where its
+neighbourhood gives the same tokens whole and cut, and only if there is no such place wherever the slice is full.
 """
 
 from __future__ import annotations
@@ -42,27 +45,39 @@ NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "Replace", 
 PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Digits", "Punctuation", "Split"}
 CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]")
 ANCHOR = re.compile(r"\(\?<|\\[bBAGzZ]|(?:^|[|(])\^|\$")
+MOST = 1 << 15
+"""Characters of a slice at most."""
+NEAR, SEARCHED, TRIES = 256, 4096, 16
+"""Characters on each side of a cut that are tokenized to try it, characters in which places are looked for, and places
+of each kind that are tried."""
+PLACES = tuple(
+    map(re.compile, (r"(?<=\n)(?=\S)", r"(?<=\S)(?= \S)", r"(?<=[^\w\s])(?=\w)|(?<=\w)(?=[^\w\s])"))
+)
+"""Where a cut is tried when there is no space between letters, the best first: lines, other words, punctuation."""
 JOINED = re.compile(r"[^\W\d_] |\ufffd ")
 """A letter, or a part of one, followed by a space."""
 
 
 class Slice(NamedTuple):
-    """Part of a text; ``start`` is the place of its first character in the whole."""
+    """Part of a text; ``start`` is the place of its first character in the whole, and ``dropped`` tells that the space
+    before it was left out."""
 
     start: int
     text: str
+    dropped: bool
 
 
 class Slicer:
     """Cuts texts for one tokenizer.
 
     Args:
-        cuts: False if every text is one slice.
+        tokenizer: adds nothing to a text and truncates nothing.
+        cuts: texts may be cut at any space between letters.
         drops_space: True if the space at a cut belongs to neither slice.
     """
 
-    def __init__(self, cuts: bool, drops_space: bool = False) -> None:
-        self.cuts, self.drops_space = cuts, drops_space
+    def __init__(self, tokenizer: Tokenizer, cuts: bool, drops_space: bool = False) -> None:
+        self._tokenizer, self.cuts, self.drops_space = tokenizer, cuts, drops_space
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, state: Mapping[str, Any], control: Collection[str]) -> Slicer:
@@ -74,22 +89,19 @@ class Slicer:
             control: the added tokens that no text of a client can produce.
         """
         if not _qualifies(state, control):
-            return cls(False)
+            return cls(tokenizer, False)
         if _gives_same_tokens(tokenizer, False):
-            return cls(True)
+            return cls(tokenizer, True)
         drops = _gives_same_tokens(tokenizer, True)
-        return cls(drops, drops)
+        return cls(tokenizer, drops, drops)
 
     def slices(self, text: str, size: int) -> Iterator[Slice]:
         """Yields the slices of a text, each of about ``size`` characters; longer where the text cannot be cut."""
-        start = 0
-        while self.cuts and len(text) - start > size:
-            cut = find_cut(text, start + size)
-            if cut is None:
-                break
-            yield Slice(start, text[start:cut])
-            start = cut + self.drops_space
-        yield Slice(start, text[start:])
+        start, dropped = 0, False
+        while (cut := self._cut(text, start, size)) is not None:
+            yield Slice(start, text[start : cut[0]], dropped)
+            start, dropped = cut[0] + cut[1], cut[1]
+        yield Slice(start, text[start:], dropped)
 
     def joined(self, pieces: Iterable[tuple[str, bool]], size: int) -> Iterator[str]:
         """Yields the slices of texts that are tokenized as one.
@@ -101,21 +113,40 @@ class Slicer:
         length = 0
         for text, may_cut in pieces:
             start = 0
-            while self.cuts and may_cut and length + len(text) - start > size:
-                cut = find_cut(text, start + max(1, size - length))
-                if cut is None:
-                    break
-                yield "".join((*waiting, text[start:cut]))
-                waiting, length, start = [], 0, cut + self.drops_space
+            while may_cut and (cut := self._cut(text, start, max(1, size - length))) is not None:
+                yield "".join((*waiting, text[start : cut[0]]))
+                waiting, length, start = [], 0, cut[0] + cut[1]
             waiting.append(text[start:])
             length += len(waiting[-1])
         yield "".join(waiting)
 
+    def _cut(self, text: str, start: int, size: int) -> tuple[int, bool] | None:
+        """Returns where the slice that begins at ``start`` ends, and whether the space there is dropped; None: it holds
+        the rest of the text."""
+        if len(text) - start <= size:
+            return None
+        end = start + max(2 * size, MOST)
+        cut = find_cut(text, start + size, end) if self.cuts else None
+        if cut is not None:
+            return cut, self.drops_space
+        return None if len(text) <= end else self._tried(text, start, end)
 
-def find_cut(text: str, at: int) -> int | None:
-    """Returns the first place from ``at`` on where a text may be cut: a space between two letters."""
+    def _tried(self, text: str, start: int, end: int) -> tuple[int, bool]:
+        """Returns the last place before ``end`` where a cut changes no token nearby, or ``end``."""
+        for pattern in PLACES:
+            found = pattern.finditer(text, max(start + 1, end - SEARCHED), end)
+            for at in reversed([match.start() for match in found][-TRIES:]):
+                drops = self.drops_space and text[at] == " "
+                left, right = text[max(start, at - NEAR) : at], text[at + drops : at + NEAR]
+                if _same(self._tokenizer, left, right, drops):
+                    return at, drops
+        return end, False
+
+
+def find_cut(text: str, at: int, end: int | None = None) -> int | None:
+    """Returns the first place from ``at`` on, before ``end``, where a text may be cut: a space between two letters."""
     at = max(at, 1)
-    while 0 <= (at := text.find(" ", at)) < len(text) - 1:
+    while 0 <= (at := text.find(" ", at, end)) < len(text) - 1:
         if text[at - 1].isalpha() and text[at + 1].isalpha():
             return at
         at += 1
@@ -149,17 +180,24 @@ def _qualifies(state: Mapping[str, Any], control: Collection[str]) -> bool:
 
 def _gives_same_tokens(tokenizer: Tokenizer, drops_space: bool) -> bool:
     """Returns whether texts give the same tokens, whole and cut."""
-    for left in LEFT:
-        for right in RIGHT:
-            whole = tokenizer.encode(f"{left} {right}", add_special_tokens=False)
-            first = tokenizer.encode(left, add_special_tokens=False)
-            start = len(left) + drops_space
-            second = tokenizer.encode(right if drops_space else f" {right}", add_special_tokens=False)
-            if whole.ids != first.ids + second.ids:
-                return False
-            if whole.offsets != first.offsets + shifted(second.offsets, start, drops_space):
-                return False
-    return True
+    return all(
+        _same(tokenizer, left, right if drops_space else f" {right}", drops_space)
+        for left in LEFT
+        for right in RIGHT
+    )
+
+
+def _same(tokenizer: Tokenizer, left: str, right: str, drops_space: bool) -> bool:
+    """Returns whether two texts give the same tokens, at the same characters, as both in one, with a space between
+    them if that is dropped at the cut."""
+    whole, first, second = (
+        tokenizer.encode(text, add_special_tokens=False)
+        for text in (f"{left} {right}" if drops_space else left + right, left, right)
+    )
+    start = len(left) + drops_space
+    return whole.ids == first.ids + second.ids and whole.offsets == first.offsets + shifted(
+        second.offsets, start, drops_space
+    )
 
 
 def shifted(spans: Sequence[tuple[int, int]], start: int, drops_space: bool) -> list[tuple[int, int]]:

@@ -14,11 +14,15 @@ Unicode's (UAX 29), found by ``semantic-text-splitter``.
 
 Splitting a book takes seconds, most of them for counting the tokens of candidates. Counting stops as soon as a
 candidate is known to be too long. ``mpic.prompt.split_process`` does it in a process of its own.
+
+A text is read in windows, each from where the last complete piece ends, so that memory does not grow with the number of
+its paragraphs, and splitting stops at the first piece too many.
 """
 
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -38,6 +42,9 @@ Count = Callable[[str, int], int]
 WORD, SPACE = re.compile(r"\S"), re.compile(r"\s")
 SLICE = 1 << 16
 """Characters that are processed before other threads may run."""
+LEAST_WINDOW, WINDOW, WINDOW_TOKENS = 1 << 14, 1 << 17, 64
+"""Characters that are split at a time: so many for each token of a piece, within these bounds; more if one piece holds
+more. The splitter takes up to a hundred bytes for each."""
 CHARACTER = 256
 """No character has more tokens."""
 
@@ -93,15 +100,13 @@ def split_text(
 
     Args:
         count: counts the tokens of a text; by default, those of ``token_spans``.
-        most: maximum number of pieces. If there would be far more, that is found out before the text is split.
+        most: maximum number of pieces. Splitting ends with the first piece too many.
 
     Raises:
         TooManyPieces: there are more.
     """
     if split.mode == "none" or not WORD.search(text):
         return [SplitPiece(0, len(text))]
-    if most is not None and _at_least(text, split, token_spans, most):
-        raise TooManyPieces(f"more than {most} pieces")
     if split.mode == "fixed":
         pieces = _tidy(text, _fixed(text, split, token_spans))
     else:
@@ -113,33 +118,17 @@ def split_text(
     return kept
 
 
-def _at_least(text: str, split: Split, token_spans: TokenSpans, most: int) -> bool:
-    """Returns whether there are certainly more than ``most`` pieces, because splitting into far too many takes minutes.
-    A piece by itself may have a few tokens less than within the text, so only twice as many are certain."""
-    each = split.tokens - split.overlap if split.mode == "fixed" else split.tokens
-    enough = 2 * (most + 1) * each + split.overlap
-    if len(text) < enough:  # tokens that begin at different characters are counted
-        return False
-    begun, last = 0, -1
-    for start, end in token_spans(text):
-        if start != last and WORD.search(text, start, end):
-            begun, last = begun + 1, start
-            if begun >= enough:
-                return True
-    return False
-
-
 def _fixed(text: str, split: Split, token_spans: TokenSpans) -> Iterator[SplitPiece]:
     """Yields pieces of a fixed number of tokens. A token may be part of a character (bytes) or share it with the next,
     so cuts go between characters."""
-    starts: list[int] = []  # spans of the tokens from ``known`` on
+    starts = array("Q")  # where the tokens from ``known`` on begin
     known = 0
     spans = iter(token_spans(text))
     first = at = 0  # the token a piece begins with, and its first character
     while at < len(text):
         checkpoint()
         following = first + split.tokens
-        starts += (start for start, _ in islice(spans, max(0, following + 1 - known - len(starts))))
+        starts.extend(start for start, _ in islice(spans, max(0, following + 1 - known - len(starts))))
         more = following < known + len(starts)
         end = max(starts[following - known], at + 1) if more else len(text)
         yield SplitPiece(at, end)
@@ -161,10 +150,22 @@ def _semantic(text: str, split: Split, count: Count) -> Iterator[SplitPiece]:
 
     kind = MarkdownSplitter if split.mode == "section" else TextSplitter
     splitter = kind.from_callback(counted, split.tokens, overlap=split.overlap, trim=False)
-    if split.mode == "sentence":  # line breaks would count for more than ends of sentences
-        text = _on_one_line(text)
-    for start, piece in splitter.chunk_indices(text):
-        yield SplitPiece(start, start + len(piece))
+    at, size = 0, min(max(LEAST_WINDOW, WINDOW_TOKENS * split.tokens), WINDOW)
+    while at < len(text):
+        window = text[at : at + size]
+        if split.mode == "sentence":  # line breaks would count for more than ends of sentences
+            window = _on_one_line(window)
+        pieces = [
+            SplitPiece(at + start, at + start + len(piece)) for start, piece in splitter.chunk_indices(window)
+        ]
+        if at + size >= len(text):
+            yield from pieces
+            return
+        if len(pieces) < 2:  # it might go on beyond the window
+            size *= 2
+            continue
+        yield from pieces[:-1]
+        at = pieces[-1].start
 
 
 def _on_one_line(text: str) -> str:

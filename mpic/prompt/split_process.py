@@ -20,8 +20,10 @@ from typing import BinaryIO
 
 from tokenizers import Tokenizer
 
+from mpic import memory
 from mpic.cancel import checkpoint
 from mpic.errors import Unavailable
+from mpic.prompt.bounds import utf8_length
 from mpic.prompt.sliced_tokenizer import SlicedTokenizer
 from mpic.prompt.slicer import Slicer
 from mpic.prompt.split import Split, SplitPiece, TooManyPieces, split_text
@@ -32,6 +34,8 @@ POLL_SECONDS = 0.05
 """Interval of checking whether the result is still wanted."""
 NICE = 10
 """Niceness of the other process, relative to this one."""
+PROCESS, TIMES = 48 << 20, 10
+"""Bytes of memory that the other process takes, and how many more for each byte of the text."""
 
 
 def split_in_process(text: str, split: Split, tokenizer: SlicedTokenizer, most: int) -> list[SplitPiece]:
@@ -40,6 +44,7 @@ def split_in_process(text: str, split: Split, tokenizer: SlicedTokenizer, most: 
     Raises:
         TooManyPieces: there are more than ``most`` pieces.
         Unavailable: the process ended unexpectedly.
+        OutOfMemory: there is not enough memory for it now.
         Cancelled: nobody waits for the result any more; the process has been ended.
     """
     if len(text) < SHORT or split.mode in ("none", "fixed"):
@@ -51,7 +56,10 @@ def split_in_process(text: str, split: Split, tokenizer: SlicedTokenizer, most: 
         "cuts": tokenizer.slicer.cuts,
         "drops_space": tokenizer.slicer.drops_space,
     }
-    with tempfile.TemporaryFile() as order_file:
+    with (
+        memory.set_aside(PROCESS + TIMES * utf8_length(text), "cutting the text"),
+        tempfile.TemporaryFile() as order_file,
+    ):
         for part in (json.dumps(order), tokenizer.source, text):
             data = part.encode()
             order_file.write(struct.pack("<Q", len(data)))
@@ -93,8 +101,9 @@ def main() -> None:
         os.nice(NICE)
     order, source, text = (_read(sys.stdin.buffer).decode() for _ in range(3))
     settings = json.loads(order)
-    slicer = Slicer(settings["cuts"], settings["drops_space"])
-    tokenizer = SlicedTokenizer(Tokenizer.from_str(source), slicer, settings["longest"], source)
+    own = Tokenizer.from_str(source)
+    slicer = Slicer(own, settings["cuts"], settings["drops_space"])
+    tokenizer = SlicedTokenizer(own, slicer, settings["longest"], source)
     split = Split(**settings["split"])
     try:
         pieces = split_text(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -25,7 +26,7 @@ from mpic.server import docs
 from mpic.server.auth import Authenticate
 from mpic.server.background import BackgroundJobs
 from mpic.server.cutting import cut_document
-from mpic.server.forms import FormCharset
+from mpic.server.forms import FormCharset, UnderWay
 from mpic.server.guard import BodyLimit, CookieFilter, HostGuard
 from mpic.server.metrics import Metrics, ResponseCounter
 from mpic.server.routers import caches, chat, files, health, metrics, models, references, savings
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
 
 KEY_PATIENCE = 0.25
 """Seconds a request waits for the key store, which is asked on the event loop, where everybody waits."""
+
+UPLOADS = 8
+"""Uploads of the largest size that one user may have under way."""
 
 ROUTERS = (
     chat.router,
@@ -93,8 +97,19 @@ def create_app(
     retriever = Retriever(library, embedder, search.duplicates)
     ledger = SavingsLedger(library.root, engine.info.digest)
     probe = Probe(library.probe)
+    uploads = UnderWay(UPLOADS * config.library.upload_bytes, tempfile.gettempdir(), library.root)
     app.state.mpic = State(
-        engine, library, template, config, int(time.time()), keys, collected, retriever, ledger, probe
+        engine,
+        library,
+        template,
+        config,
+        int(time.time()),
+        keys,
+        collected,
+        retriever,
+        ledger,
+        probe,
+        uploads,
     )
     app.router.routes.extend(_routes())
     app.add_api_route("/", _home, include_in_schema=False)

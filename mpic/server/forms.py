@@ -6,8 +6,14 @@ client names. Here the client has no choice, and all texts of a form have one bo
 
 from __future__ import annotations
 
+import asyncio
 import re
+import shutil
+from collections import Counter
+from collections.abc import Callable
 from contextlib import aclosing
+from os import PathLike
+from typing import Any
 from urllib.parse import unquote_to_bytes
 
 from python_multipart.multipart import parse_options_header
@@ -16,7 +22,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mpic.errors import BadRequest, TooLarge, cut
+from mpic.errors import BadRequest, TooLarge, TooManyBytes, cut
 from mpic.http import errors
 
 MULTIPART, URLENCODED = b"multipart/form-data", b"application/x-www-form-urlencoded"
@@ -34,6 +40,35 @@ TEXT_BYTES = 1 << 19
 """Bytes that all texts of an upload's form may take together. They are in memory until the answer has ended, with up to
 four times as many bytes if they are not ASCII. The largest metadata takes some 410 KiB if its JSON escapes every
 character as two halves of a pair."""
+
+
+class UnderWay:
+    """Counts the bytes of uploads that are being received or checked, by user. They are in temporary files, so that
+    nobody's quota holds them yet. It lives on the server's event loop.
+
+    Args:
+        most: bytes that one user's uploads may take together, unless they are one.
+        folders: folders whose disks hold them; a user's uploads may take a quarter of what is free there.
+    """
+
+    def __init__(self, most: int, *folders: str | PathLike[str]) -> None:
+        self._most, self._folders = most, folders
+        self._bytes: Counter[str] = Counter()
+
+    def room(self) -> int:
+        """Returns the bytes that one user's uploads may take now."""
+        free = (shutil.disk_usage(folder).free for folder in self._folders)
+        return min(self._most, *(left // 4 for left in free))
+
+    def bytes_of(self, user: str) -> int:
+        """Returns the bytes that a user's uploads take."""
+        return self._bytes[user]
+
+    def add(self, user: str, size: int) -> None:
+        """Counts bytes, or with a negative size no longer."""
+        self._bytes[user] += size
+        if not self._bytes[user]:
+            del self._bytes[user]
 
 
 class FormCharset:
@@ -60,10 +95,15 @@ class FormCharset:
         return BadRequest(f"the charset of a form is utf-8, not {named!r}", param="Content-Type")
 
 
-async def read_form(request: Request) -> FormData:
+async def read_form(request: Request, uploads: UnderWay, counted: Callable[[int], None]) -> FormData:
     """Reads the form of an upload. A body of another kind gives an empty one, in which validation then misses the file.
 
+    Args:
+        uploads: the uploads under way.
+        counted: called with the bytes that were added to them for this form.
+
     Raises:
+        TooManyBytes: the user's uploads under way take as much as they may.
         BadRequest: it is malformed, or is no multipart form, or it has too many files or fields, or a text that is not
             UTF-8.
         TooLarge: its texts take more than ``TEXT_BYTES``.
@@ -73,8 +113,21 @@ async def read_form(request: Request) -> FormData:
         raise BadRequest("file is required, in a form that is sent as multipart/form-data", param="file")
     if kind != MULTIPART:
         return FormData()
+    user, room = request.state.user.id, await asyncio.to_thread(uploads.room)
+
+    def count(size: int) -> None:
+        others = uploads.bytes_of(user) > parser.file_bytes
+        if others and uploads.bytes_of(user) + size > room:
+            raise TooManyBytes(
+                f"your uploads under way may take {room:,} bytes together; try again when some have ended",
+                retry_after=2.0,
+            )
+        uploads.add(user, size)
+        counted(size)
+
     async with aclosing(request.stream()) as stream:
         parser = _UploadParser(
+            count,
             request.headers,
             stream,
             max_files=MAX_FILES,
@@ -103,11 +156,15 @@ def _with_plain_name(disposition: bytes) -> bytes:
 
 
 class _UploadParser(MultiPartParser):
-    """Starlette's parser, with a bound on all texts of a form together, each of which has to be UTF-8. Names of files
-    that are not are read as Latin-1, as Starlette does: they are what a file happens to be called. ``filename*`` counts
-    too: RFC 7578 wants none in a form, and clients send it all the same for names that are not ASCII."""
+    """Starlette's parser, which counts the bytes of files, with a bound on all texts of a form together, each of which
+    has to be UTF-8. Names of files that are not are read as Latin-1, as Starlette does: they are what a file happens to
+    be called. ``filename*`` counts too: clients send it for names that are not ASCII, although RFC 7578 wants none.
+    """
 
-    _text_bytes = 0
+    def __init__(self, count: Callable[[int], None], *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._count = count
+        self._text_bytes = self.file_bytes = 0
 
     def on_headers_finished(self) -> None:
         part = self._current_part
@@ -122,6 +179,9 @@ class _UploadParser(MultiPartParser):
                 raise TooLarge(
                     f"the texts of a form may take {TEXT_BYTES:,} bytes together", limit_bytes=TEXT_BYTES
                 )
+        else:
+            self._count(end - start)
+            self.file_bytes += end - start
         super().on_part_data(data, start, end)
 
     def on_part_end(self) -> None:

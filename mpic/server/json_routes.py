@@ -43,6 +43,7 @@ def is_quick(body: bytes | bytearray) -> bool:
 
 class _JsonRequest(Request):
     route: JSONRoute
+    _uploaded = 0
 
     async def body(self) -> bytearray:  # type: ignore[override]
         """Reads the body into one growing buffer; joining the pieces at the end would hold up the event loop."""
@@ -67,8 +68,17 @@ class _JsonRequest(Request):
     async def form(self) -> FormData:  # type: ignore[override]
         """Returns the form of an upload, see ``read_form``."""
         if self._form is None:
-            self._form = await read_form(self)
+            self._form = await read_form(self, self.app.state.mpic.uploads, self._count)
         return self._form
+
+    def _count(self, size: int) -> None:
+        self._uploaded += size
+
+    def forget_upload(self) -> None:
+        """Ends the counting of this request's upload, whose temporary file is gone."""
+        if self._uploaded:
+            self.app.state.mpic.uploads.add(self.state.user.id, -self._uploaded)
+            self._uploaded = 0
 
 
 class JSONRoute(APIRoute):
@@ -80,7 +90,10 @@ class JSONRoute(APIRoute):
         async def handler(request: Request) -> Response:
             reading = _JsonRequest(request.scope, request.receive)
             reading.route = self
-            return await handle(reading)
+            try:
+                return await handle(reading)
+            finally:
+                reading.forget_upload()
 
         return handler
 

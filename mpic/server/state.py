@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mpic.library import Library
     from mpic.prompt import ChatTemplate
     from mpic.retriever import Retriever
+    from mpic.server.forms import UnderWay
     from mpic.server.metrics import Metrics
     from mpic.server.savings import SavingsLedger
 
@@ -29,6 +30,7 @@ class State:
         started: Unix time of the start.
         probe: checks the library's disk.
         pools: threads for work that may take long.
+        uploads: counts the bytes of uploads under way.
         rates: counts the requests of keys.
     """
 
@@ -42,6 +44,7 @@ class State:
     retriever: Retriever
     savings: SavingsLedger
     probe: Probe
+    uploads: UnderWay
     pools: ThreadPools = field(default_factory=ThreadPools)
     rates: KeyRates = field(default_factory=KeyRates)
 

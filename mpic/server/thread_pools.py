@@ -1,6 +1,6 @@
 """Threads for work whose duration depends on the client.
 
-Routes that answer at once (listings, look-ups) share the threads of the web framework. Work that a client can make
+Routes that answer at once (look-ups of one thing) share the threads of the web framework. Work that a client can make
 long, such as parsing a large body, tokenizing or decoding, runs on threads of its own. Their number is bounded, in all
 and for each user, so that no user waits for the long work of another.
 """
@@ -23,6 +23,7 @@ from starlette.requests import Request
 from mpic.cancel import Cancelled, until
 from mpic.errors import Unavailable
 from mpic.http.sse import ClientDisconnected, while_connected
+from mpic.imaging.budget import on_behalf_of
 
 T = TypeVar("T")
 PROMPTS_PER_USER = 4
@@ -67,7 +68,9 @@ class ThreadPool:
         seat = self._seats.setdefault(user, asyncio.Semaphore(self._per_user))
         async with seat, self._free:
             loop = asyncio.get_running_loop()
-            return await _until_done(loop.run_in_executor(self._threads, copy_context().run, work, *args))
+            return await _until_done(
+                loop.run_in_executor(self._threads, copy_context().run, _for, user, work, args)
+            )
 
 
 class ThreadPools:
@@ -79,6 +82,7 @@ class ThreadPools:
         long_prompts: building prompts of very many parts, which is all Python: side by side they would be no quicker,
             and together they would hold up the engine's thread.
         splitting: cutting long texts and storing the pieces, which takes many seconds.
+        listings: pages of listings, which are all Python, too.
         background: tokenizing uploads, for which no client waits.
     """
 
@@ -87,6 +91,7 @@ class ThreadPools:
         self.prompts = ThreadPool(MANY, PROMPTS_PER_USER)
         self.long_prompts = ThreadPool(2, 1)
         self.splitting = ThreadPool(2, 1)
+        self.listings = ThreadPool(4, 2)
         self.background = ThreadPool(2, 1)
 
 
@@ -111,6 +116,11 @@ class Probe:
         if not done:
             raise Unavailable("the disk of the data folder does not answer")
         running.result()
+
+
+def _for(user: str, work: Callable[..., T], args: tuple[object, ...]) -> T:
+    with on_behalf_of(user):
+        return work(*args)
 
 
 async def _until_done(task: asyncio.Future[T]) -> T:

@@ -19,7 +19,7 @@ from threads_kit import started
 from mpic.errors import DecoderBusy, ImageTooCostly, ImageTooLarge, OutOfMemory
 from mpic.imaging import decoder as decoder_module
 from mpic.imaging import worker_pool
-from mpic.imaging.budget import Budget
+from mpic.imaging.budget import Budget, on_behalf_of
 from mpic.imaging.decoder import Decoder
 from mpic.imaging.image_header import read_header
 from mpic.imaging.pixels import ImageRules
@@ -107,7 +107,7 @@ def test_callers_are_served_in_order_so_small_images_do_not_overtake_a_large_one
 
 
 def test_when_too_many_wait_more_are_refused_but_not_the_engines_own():
-    budget, release = Budget(most=1, most_waiting=2), threading.Event()
+    budget, release = Budget(most=1, most_waiting=4), threading.Event()
 
     def hold(patient=False):
         with budget.taken(1, 10, patient):
@@ -123,6 +123,49 @@ def test_when_too_many_wait_more_are_refused_but_not_the_engines_own():
     for thread in threads:
         thread.join(20)
     assert budget.running == 0
+
+
+def test_users_take_turns_and_none_fills_the_line():
+    budget, release = Budget(most=1, most_waiting=16), threading.Event()
+    order, refused = [], []
+
+    def take(user):
+        try:
+            with on_behalf_of(user), budget.taken(1, 10):
+                release.wait(60)
+                order.append(user)
+        except DecoderBusy:
+            refused.append(user)
+
+    threads = []
+    for user in (*["mallory"] * 40, "alice", "bob", "alice"):
+        threads.append(started(take, user))
+        until(lambda: budget.running + budget.waiting + len(refused) == len(threads))
+    assert refused == ["mallory"] * 31 and budget.waiting == 8 + 3
+    release.set()
+    for thread in threads:
+        thread.join(20)
+    assert order[:6] == ["mallory", "alice", "bob", "mallory", "alice", "mallory"]
+    assert not (budget._line or budget._inside or budget._turns or budget.running)
+
+
+@pytest.mark.parametrize(("size", "scans"), [((900, 900), 300), ((6000, 5000), 60)])
+def test_a_jpeg_of_more_scans_than_any_picture_has_is_refused_before_it_is_decoded(size, scans, decoder):
+    with pytest.raises(ImageTooCostly, match="ordinary JPEG", check=lambda error: error.param == "file"):
+        decoder.identify(many_scans(size, scans), RULES, BUDGET)
+    assert decoder.workers.started == decoder.in_process.most_running == 0
+
+
+def test_scans_are_counted_in_the_first_image_of_a_file_only_and_not_in_its_data():
+    plain = saved(photo((300, 200)), "JPEG", progressive=True)
+    scans = read_header(plain).scans
+    assert 5 < scans < 16
+    assert read_header(plain + plain * 60 + b"\xff\xda" * 999).scans == scans
+    comment = b"\xff\xfe\x03\xea" + b"\xff\xda" * 500
+    assert read_header(plain[:2] + comment + plain[2:]).scans == scans
+    last = plain.rindex(b"\xff\xda")
+    assert read_header(plain[:last] + comment + plain[last:]).scans == scans
+    assert read_header(many_scans((50, 40), 200)).scans > 200
 
 
 def test_a_process_that_is_killed_is_a_passing_error_and_replaced(decoder, monkeypatch):
@@ -149,6 +192,8 @@ def test_a_process_that_is_killed_is_a_passing_error_and_replaced(decoder, monke
 def test_an_image_whose_decoding_does_not_end_is_refused_by_its_own_code(decoder, monkeypatch):
     monkeypatch.setattr(decoder_module, "CPU_SECONDS", 0)
     endless = many_scans((2500, 1000), 20_000)
+    monkeypatch.setattr("mpic.imaging.image_header.MOST_SCANS", 1 << 20)
+    monkeypatch.setattr("mpic.imaging.image_header.SCANNED_PIXELS", 1 << 40)
     began = time.process_time()
     with pytest.raises(ImageTooCostly) as error:
         decoder.identify(endless, RULES, BUDGET)

@@ -55,8 +55,7 @@ ASKED_OFTEN = {
     "upload": lambda lib, file: lib.files._rows.check_quota("ann", 5),
     "expired": lambda lib, file: lib.files._rows.expired(),
     "chunks of a document": lambda lib, file: lib.files._rows.pieces(file.id),
-    "numbers of chunks": lambda lib, file: lib.files.counts("ann"),
-    "number of chunks": lambda lib, file: lib.files.counts("ann", file.id),
+    "numbers of chunks": lambda lib, file: lib.files.counts("ann", [file.id]),
     "pinned": lambda lib, file: lib.store.pinned("ann", file.key),
 }
 

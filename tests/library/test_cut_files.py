@@ -48,7 +48,10 @@ def test_a_document_is_cut_once_and_for_all(cutting, open_library):
         file.id
     }
     assert cutting.files.chunks("ann", file.id) == chunks and len(cutting.asked) == 1
-    assert cutting.files.counts("ann") == {file.id: 3} and cutting.files.counts("bob") == {}
+    assert (
+        cutting.files.counts("ann", [file.id]) == {file.id: 3}
+        and cutting.files.counts("bob", [file.id]) == {}
+    )
 
 
 def test_a_document_of_one_piece_is_a_chunk_as_ever(cutting):

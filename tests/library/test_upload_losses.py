@@ -1,11 +1,16 @@
 """Deleted, expired and damaged uploads; a full disk and a restart lose nothing."""
 
+import contextlib
+import os
+import socket
+
 import numpy as np
 import pytest
 from library_tools import FullDisk, encoded, everything, make_chunk, picture, text_key
 
 from mpic.errors import CorruptFile, FileNotFound, IntegrityError, StorageFull, Unavailable, UnknownHandle
-from mpic.library import Library
+from mpic.library import Library, upkeep
+from mpic.library.folder.layout import sidecar_of
 
 # Deletion and expiry
 
@@ -114,3 +119,81 @@ def test_one_process_at_a_time(open_library):
     library.close()
     library.close()
     open_library()
+
+
+# No regular file in the place of an original
+
+
+def _fifo(path):
+    os.mkfifo(path)
+
+
+def _socket(path):
+    with (
+        socket.socket(socket.AF_UNIX) as made,
+        contextlib.chdir(path.parent),
+    ):  # a socket's path may not be long
+        made.bind(path.name)
+
+
+IN_PLACE = {
+    "pipe": _fifo,
+    "socket": _socket,
+    "folder": lambda path: path.mkdir(),
+    "link to nothing": lambda path: path.symlink_to("nothing"),
+    "link to itself": lambda path: path.symlink_to(path.name),
+    "device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("what", IN_PLACE)
+def test_what_is_no_file_in_the_place_of_an_original_is_never_waited_for(open_library, what):
+    library = open_library(check=False)
+    file = library.files.add("ann", b"some text", "f", handle="H")
+    sidecar = sidecar_of(file.path)
+    for path in (file.path, sidecar):
+        path.unlink()
+        IN_PLACE[what](path)
+    for call in (library.files.content, library.files.open, library.files.chunk):
+        with pytest.raises(CorruptFile, match=f"original of {file.id} is lost"):
+            call("ann", file.id)
+    assert library.files.page("ann").files == [file]
+    problems = upkeep.check(library)
+    assert {problem.path for problem in problems} > {
+        str(path.relative_to(library.root)) for path in (file.path, sidecar)
+    }
+    library.close()
+    again = open_library(check=False)
+    assert again.recovered["lost_files"] == 1 and again.files.get("ann", file.id).state == "failed"
+    again.close()
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("reached", ["before the row", "before the old file is removed"])
+def test_a_replace_that_was_killed_counts_for_nothing_after_the_next_start(
+    open_library, clock, monkeypatch, reached
+):
+    library = open_library(user_bytes=100)
+    old = library.files.add("ann", b"x" * 40, "f", handle="H")
+    clock.now += 1
+
+    def die(*_, **__):
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        if reached == "before the row":
+            patch.setattr(library.files._rows, "insert", die)
+            patch.setattr(library.files._originals, "remove", lambda paths: None)
+        else:
+            patch.setattr(library.files._intake, "_remove", die)
+        library.files.add("ann", b"y" * 50, "f", handle="H", replace=True)
+    library.close()
+    library = open_library(user_bytes=100)
+    library.files.collect_expired()
+    [left] = library.files.page("ann").files
+    assert left.id != old.id and left.handle == "H"  # its sidecar says what it replaces: the start has finished it
+    assert [row.bytes for row in library.usage()] == [left.bytes]

@@ -16,7 +16,7 @@ from mpic.errors import ContextLengthExceeded
 from mpic.prompt import sliced_tokenizer
 from mpic.prompt.bounds import Limit
 from mpic.prompt.guarded_tokenizer import Cut, GuardedTokenizer, Trusted
-from mpic.prompt.slicer import find_cut
+from mpic.prompt.slicer import MOST, find_cut
 
 NAMES = ("<image>", "<|end|>")
 CUT = {  # tokenizers whose texts are cut
@@ -87,9 +87,29 @@ def test_slices_of_template_and_client_text_around_cuts_give_the_tokens_of_the_w
 @every
 @pytest.mark.parametrize("text", [*LONG, prose(200_000)], ids=lambda text: f"{text[:6]!r} x {len(text)}")
 def test_long_hostile_texts_give_the_tokens_of_the_whole(kind, text, slice_of):
-    text = text[:40_000]
+    text = text[:MOST]
     slice_of(1_000)
     assert list(GUARDED[kind].encode(text)) == whole(kind, text).ids
+
+
+@pytest.mark.parametrize("kind", ["demo", "byte level"])
+@pytest.mark.parametrize("text", ["One\ntwo\n\n3\n", "1 2. 3 4, ", "漢字。かな、"], ids=repr)
+def test_texts_without_a_space_between_letters_are_cut_where_it_changes_no_token(kind, text, monkeypatch):
+    recorder = recorded(GUARDED[kind].sliced, monkeypatch)
+    text *= 3 * MOST // len(text)
+    same(kind, text)
+    assert max(recorder.sizes) <= MOST
+
+
+@every
+@pytest.mark.parametrize("text", ["a", " ", "\n", "漢", "aZ9+/Q"], ids=repr)
+def test_no_slice_is_longer_than_may_be_and_none_is_left_out(kind, text, monkeypatch):
+    recorder = recorded(GUARDED[kind].sliced, monkeypatch)
+    text *= 4 * MOST // len(text)
+    spans = list(GUARDED[kind].sliced.spans(text))
+    assert max(recorder.sizes) <= MOST < sum(recorder.sizes)
+    if text.strip() and kind != "words":
+        assert spans[0][0] == 0 and spans[-1][1] == len(text)
 
 
 @pytest.mark.parametrize("kind", CUT)

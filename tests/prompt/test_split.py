@@ -2,7 +2,10 @@
 
 import functools
 import itertools
+import os
 import re
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -182,3 +185,63 @@ def test_splitting_ends_when_nobody_waits_for_it(monkeypatch):
     with cancel.until(left), pytest.raises(cancel.Cancelled):
         split_text(prose(100_000), Split("sentence", 50), template("demo").documents.spans, count)
     assert len(asked) == 5
+
+
+# ---- memory
+
+MEASURED = """
+import gc, re, sys
+from hostile_texts import demo
+from mpic.prompt import ChatTemplate
+from mpic.prompt.split import Split, TooManyPieces, split_text
+
+def status(name):
+    return int(re.search(name + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+
+documents, most = ChatTemplate(demo(), "<image>").documents, 0
+for unit in ("Aa.\\n\\n", "a\\n", "\\u6f22\\u5b57\\u3002", "e\\u0301\\U0001f469\\u200d\\U0001f467 "):
+    text = unit * ((8 << 20) // len(unit.encode()))
+    for mode in sys.argv[1:]:
+        gc.collect()
+        open("/proc/self/clear_refs", "w").write("5")
+        before = status("VmRSS")
+        try:
+            split_text(text, Split(mode), documents.spans, documents.counter(), 1024)
+        except TooManyPieces:
+            pass
+        most = max(most, status("VmHWM") - before)
+print(most)
+"""
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's peak of memory")
+@pytest.mark.parametrize("mode", ["fixed", "section"])
+def test_splitting_takes_at_most_ten_times_the_memory_of_the_text_whatever_it_is_made_of(mode):
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURED, mode],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert int(run.stdout) < 10 * (8 << 20)
+
+
+@pytest.mark.parametrize("mode", ["sentence", "paragraph", "section"])
+def test_no_more_of_a_text_is_counted_than_holds_the_first_piece_too_many(mode):
+    counted = []
+    count = lambda piece, most: counted.append(len(piece)) or len(piece.split())
+    with pytest.raises(TooManyPieces):
+        split_text("Aa bb.\n\n" * 200_000, Split(mode, 4), spans_of_words, count, 1024)
+    assert max(counted) <= 1 << 14 and sum(counted) < 8 * 200_000
+
+
+@pytest.mark.parametrize("mode", ["sentence", "paragraph", "section"])
+@pytest.mark.parametrize("overlap", [0, 5])
+def test_windows_do_not_change_where_pieces_of_plain_text_end(mode, overlap, monkeypatch):
+    text = "\n\n".join(prose(200) for _ in range(60))
+    split = Split(mode, 20, overlap)
+    whole = split_text(text, split, spans_of_words)
+    for name in ("LEAST_WINDOW", "WINDOW"):
+        monkeypatch.setattr(f"mpic.prompt.split.{name}", 100)
+    assert split_text(text, split, spans_of_words) == whole

@@ -159,9 +159,7 @@ async def test_quotas_count_all_chunks_of_a_cache(server):
     assert (await create(server, chunks=["e"])).status_code == 200
 
 
-async def test_far_too_many_chunks_are_refused_before_the_text_is_cut(server, monkeypatch):
-    monkeypatch.setattr("mpic.prompt.split._fixed", None)
-    monkeypatch.setattr("mpic.prompt.split._semantic", None)
+async def test_far_too_many_chunks_are_refused(server):
     for mode in ("fixed", "sentence", "paragraph", "section"):
         answer = await create(server, text="word " * 2_000, split={"mode": mode, "tokens": 1})
         assert answer.status_code == 400 and "larger pieces" in answer.json()["error"]["message"]

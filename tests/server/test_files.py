@@ -10,9 +10,12 @@ import time
 import pytest
 from fake_engine import CHUNK_TOKENS, FakeEngine
 from PIL import Image
-from server_helpers import fake_server, png, refusal, refused_field, wait_until
+from server_helpers import fake_server, png, refusal, refused_field, running, wait_until
 
+from mpic.durable import FileSystem
 from mpic.errors import CompileFailed, EngineStopped
+from mpic.library import Library
+from mpic.server.app import create_app
 
 
 def lifetime(seconds):
@@ -236,3 +239,66 @@ async def test_a_file_gets_a_new_lifetime(server):
     for body in ({}, {"ttl": 0}, {"ttl": "1"}, {"ttl": 1, "name": "X"}):
         assert (await change(body)).status_code == 400
     assert (await change({"ttl": 1}, "file-nobody")).json()["error"]["code"] == "file_not_found"
+
+
+# ---- the cost of listings
+
+
+class Counted(FileSystem):
+    """Counts the steps of SQLite's machine, which grow with the rows that are read, and the files that are opened."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = self.opened = 0
+
+    def database(self, path, create=False):
+        db = super().database(path, create)
+        db.set_progress_handler(self.step, 10)
+        return db
+
+    def step(self):
+        self.steps += 1
+
+    def open(self, path):
+        self.opened += 1
+        return super().open(path)
+
+
+def grow(library, numbers):
+    """Gives the user "local" many more files and caches of two chunks, of the same contents as those that are there."""
+    file = (
+        "INSERT INTO files (id, owner, filename, path, bytes, sha256, digest, created_at, state, kind) SELECT"
+    )
+    rest = "owner, filename, path, bytes, sha256, digest, created_at, state, kind FROM files WHERE id = ?"
+    [sample] = library.files.page("local", limit=1).files
+    with library.catalog.write() as db:
+        for n in numbers:
+            db.execute(f"{file} 'file-grown{n}', {rest}", (sample.id,))
+            db.execute(
+                f"INSERT INTO caches (id, owner, name, split, created_at) VALUES ('group-{n}', 'local', '', 'null', 0)"
+            )
+            for i in range(2):
+                db.execute(f"{file} 'cache-grown{n}-{i}', {rest}", (sample.id,))
+                db.execute(f"INSERT INTO cache_chunks VALUES ('cache-grown{n}-{i}', 'group-{n}', {i}, 0, 1)")
+
+
+async def test_a_page_costs_what_its_rows_cost_however_many_there_are(tmp_path, template):
+    counted = Counted()
+    library = Library.open(tmp_path, filesystem=counted)
+    async with running(create_app(FakeEngine(), library, template)) as server:
+        await server.uploaded(b"some text", "a.txt")
+        paths = [
+            f"/v1/{what}?limit=20&order={order}" for what in ("files", "caches") for order in ("asc", "desc")
+        ]
+        counted.opened, costs, done = 0, [], 0
+        for more in (50, 5_000):
+            grow(library, range(done, more))
+            done = more
+            costs.append([])
+            for path in paths:
+                before = counted.steps
+                answer = await server.http.get(path)
+                assert answer.status_code == 200 and len(answer.json()["data"]) == 20
+                costs[-1].append(counted.steps - before)
+        assert counted.opened == 0
+    assert all(many <= 1.5 * few + 10 for few, many in zip(*costs)), costs

@@ -1,16 +1,20 @@
 """Forms: what they may hold, and in which charset."""
 
+import asyncio
 import codecs
 import encodings
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
-from server_helpers import png, refusal
+from fake_engine import FakeEngine
+from server_helpers import fake_server, png, post_raw, refusal, wait_until
+from starlette import formparsers
 
 from mpic.library.intake.checks import METADATA_KEY_CHARS, METADATA_KEYS, METADATA_VALUE_CHARS
 from mpic.library.reference_intake import DESCRIPTION_CHARS, TITLE_CHARS
-from mpic.server.forms import MAX_FIELDS, TEXT_BYTES
+from mpic.server.forms import MAX_FIELDS, TEXT_BYTES, UnderWay
 from mpic.server.guard import OPEN_BYTES
 
 FORM = "multipart/form-data; boundary=x"
@@ -149,3 +153,54 @@ async def test_a_file_keeps_the_name_that_its_client_wrote_in_whatever_way(serve
 async def test_a_malformed_extended_name_is_no_name(server, odd):
     body = PART + b'"file"; ' + odd + b"\r\n\r\nwords\r\n--x--\r\n"
     assert refusal(await post(server, "/v1/files", FORM, body)) == (400, "bad_request")
+
+
+# ---- uploads under way
+
+
+def unfinished(server, size, ended):
+    """Begins an upload whose body stops after ``size`` bytes of the file until ``ended`` is set."""
+
+    async def body():
+        yield b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.txt"\r\n\r\n' + b"a" * size
+        await ended.wait()
+        yield b"\r\n--x--\r\n"
+
+    headers = {"Content-Type": "multipart/form-data; boundary=x"}
+    return asyncio.ensure_future(server.http.post("/v1/files", content=body(), headers=headers))
+
+
+async def test_the_uploads_of_a_user_that_are_under_way_have_a_bound_together(tmp_path, template):
+    async with fake_server(tmp_path, template, FakeEngine()) as server:
+        uploads, ended = server.app.state.mpic.uploads, asyncio.Event()
+        uploads._most = 100_000
+        first = [unfinished(server, 40_000, ended) for _ in range(2)]
+        await wait_until(lambda: uploads.bytes_of("local") == 80_000)
+        refused = await server.upload(b"b" * 30_000, "b.txt")
+        assert refusal(refused) == (429, "too_many_bytes") and "Retry-After" in refused.headers
+        assert uploads.bytes_of("local") == 80_000 and uploads.bytes_of("another") == 0
+        ended.set()
+        assert [answer.status_code for answer in await asyncio.gather(*first)] == [200, 200]
+        assert uploads.bytes_of("local") == 0
+        assert (await server.upload(b"b" * 200_000, "b.txt")).status_code == 200  # one alone may be larger
+
+
+async def test_an_upload_whose_client_leaves_is_not_counted_and_leaves_no_file(
+    tmp_path, template, monkeypatch
+):
+    files, make = [], formparsers.SpooledTemporaryFile
+    monkeypatch.setattr(formparsers, "SpooledTemporaryFile", lambda **k: files.append(make(**k)) or files[-1])
+    async with fake_server(tmp_path, template, FakeEngine()) as server:
+        head = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.txt"\r\n\r\n'
+        await post_raw(
+            server.app, "/v1/files", [head + b"a" * 9_000], [], None, "multipart/form-data; boundary=x"
+        )
+        assert files and all(file.closed for file in files)
+        assert not server.app.state.mpic.uploads._bytes and not list((tmp_path / "tmp").glob("*"))
+
+
+def test_the_uploads_of_a_user_take_a_quarter_of_the_free_space_at_most(tmp_path, monkeypatch):
+    free = {tmp_path: 1_000, tmp_path / "other": 10_000}
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=free[folder]))
+    assert UnderWay(500, *free).room() == 250
+    assert UnderWay(100, *free).room() == 100

@@ -18,7 +18,7 @@ from mpic.errors import BadRequest
 from mpic.http.sse import ClientDisconnected
 from mpic.prompt import ChatTemplate
 from mpic.server.auth import User
-from mpic.server.routers import chat
+from mpic.server.routers import chat, common
 from mpic.server.thread_pools import PROMPTS_PER_USER, ThreadPool
 
 
@@ -232,3 +232,22 @@ async def test_tokenizing_stops_when_the_client_leaves(tmp_path, monkeypatch):
         whole = len(recorder.sizes)
         await asyncio.sleep(0.1)
         assert len(recorder.sizes) == whole  # of 123 slices
+
+
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/caches", "/v1/references", "/v1/savings"])
+async def test_listings_of_one_user_leave_threads_for_those_of_others(tmp_path, template, monkeypatch, path):
+    work = Work()
+    for module in ("files", "caches", "references", "savings"):
+        monkeypatch.setattr(
+            f"mpic.server.routers.{module}.listed",
+            lambda request, state, make: common.listed(request, state, lambda: work("page") and make()),
+        )
+    async with fake_server(tmp_path, template, FakeEngine()) as server:
+        asked = [asyncio.ensure_future(server.http.get(path)) for _ in range(60)]
+        await wait_until(lambda: work.running == 2)
+        pool = server.app.state.mpic.pools.listings
+        assert await asyncio.wait_for(pool.call("another", lambda: "answered"), 30) == "answered"
+        assert work.running == work.most == 2
+        work.go.set()
+        assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
+        assert work.most == 2

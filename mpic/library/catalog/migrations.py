@@ -242,3 +242,9 @@ def m010_clips(db: sqlite3.Connection) -> None:
     db.execute("UPDATE files SET kind = first_kind")
     db.execute("ALTER TABLE files DROP COLUMN first_kind")
     db.execute(view)
+
+
+@migration
+def m011_listings_of_uploads(db: sqlite3.Connection) -> None:
+    """Lets a listing of files pass over the chunks of caches, of which a user may have thousands."""
+    db.execute("CREATE INDEX files_uploads ON files (owner) WHERE id NOT GLOB 'cache-*'")

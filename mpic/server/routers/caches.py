@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query, Request, Response
 
 from mpic.api.requests import CacheChange, CacheRequest
 from mpic.api.resources import CacheChunkObject, CacheDeleted, CacheList, CacheObject
@@ -17,7 +18,7 @@ from mpic.prompt.split import Split, TooManyPieces
 from mpic.prompt.split_process import split_in_process
 from mpic.server.auth import CurrentUser
 from mpic.server.json_routes import SMALL, JSONRoute
-from mpic.server.routers.common import After, Order, Tiers, shown, tiers_of
+from mpic.server.routers.common import After, Order, Tiers, listed, shown, tiers_of
 from mpic.server.state import State, StateDep
 
 router = APIRouter(prefix="/v1/caches", tags=["caches"], route_class=JSONRoute)
@@ -44,34 +45,44 @@ async def create(body: CacheRequest, request: Request, state: StateDep, user: Cu
     return _show(cache, {})
 
 
-@router.get("")
-def list_caches(
+@router.get("", response_model=CacheList)
+async def list_caches(
+    request: Request,
     state: StateDep,
     user: CurrentUser,
     after: After = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     order: Order = "desc",
-) -> CacheList:
+) -> Response:
     """List your caches by age."""
-    page = state.library.caches.page(user.id, after=after, limit=limit, order=order)
-    tiers = tiers_of(state, user.id)
-    return CacheList.of((_show(cache, tiers) for cache in page.caches), page.has_more)
+
+    def page() -> CacheList:
+        found = state.library.caches.page(user.id, after=after, limit=limit, order=order)
+        tiers = _tiers(state, user.id, found.caches)
+        return CacheList.of((_show(cache, tiers) for cache in found.caches), found.has_more)
+
+    return await listed(request, state, page)
 
 
-@router.get("/{cache_id}")
-def get_cache(cache_id: str, state: StateDep, user: CurrentUser) -> CacheObject | CacheChunkObject:
+@router.get("/{cache_id}", response_model=CacheObject | CacheChunkObject)
+async def get_cache(cache_id: str, request: Request, state: StateDep, user: CurrentUser) -> Response:
     """Show a cache (`group-...`), or one of its chunks (`cache-...`)."""
-    if cache_id.startswith(CHUNK):
-        chunk = state.library.caches.chunk(user.id, cache_id)
-        return _show_chunk(chunk, tiers_of(state, user.id, cache_id))
-    return _show(state.library.caches.get(user.id, cache_id), tiers_of(state, user.id))
+
+    def show() -> CacheObject | CacheChunkObject:
+        if cache_id.startswith(CHUNK):
+            chunk = state.library.caches.chunk(user.id, cache_id)
+            return _show_chunk(chunk, tiers_of(state, user.id, [cache_id]))
+        cache = state.library.caches.get(user.id, cache_id)
+        return _show(cache, _tiers(state, user.id, [cache]))
+
+    return await listed(request, state, show)
 
 
 @router.patch("/{cache_id}")
 def change_cache(cache_id: str, body: CacheChange, state: StateDep, user: CurrentUser) -> CacheObject:
     """Let a cache (`group-...`) and all its chunks live for `ttl` seconds from now."""
     cache = state.library.caches.extend(user.id, cache_id, body.ttl)
-    return _show(cache, tiers_of(state, user.id))
+    return _show(cache, _tiers(state, user.id, [cache]))
 
 
 @router.delete("/{cache_id}")
@@ -103,6 +114,10 @@ def _parts(body: CacheRequest, split: Split, state: State) -> list[CachedText]:
         parts.append(CachedText(text, at, at + len(text)))
         at += len(text)
     return parts
+
+
+def _tiers(state: State, user: str, caches: Iterable[Cache]) -> Tiers:
+    return tiers_of(state, user, [chunk.file.id for cache in caches for chunk in cache.chunks])
 
 
 def _show(cache: Cache, tiers: Tiers) -> CacheObject:

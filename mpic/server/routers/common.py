@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import quote
 
@@ -69,18 +71,28 @@ def shown(kind: type[T], source: object, **more: Any) -> T:
     return kind(**found | times | more)
 
 
-def tiers_of(state: State, user: str, file_id: str | None = None) -> Tiers:
-    """Returns the tiers below the device that hold KV of the user's files for the served model."""
+async def listed(request: Request, state: State, make: Callable[[], BaseModel]) -> Response:
+    """Returns what ``make`` returns as JSON. All of that is work in proportion to the rows shown, so it is done on the
+    threads for listings, of which each user has few."""
+    return await state.pools.listings.run(request, lambda: _json(make()))
+
+
+def _json(body: BaseModel) -> Response:
+    return Response(body.model_dump_json(by_alias=True), media_type="application/json")
+
+
+def tiers_of(state: State, user: str, ids: Iterable[str]) -> Tiers:
+    """Returns the tiers below the device that hold KV of these files of the user for the served model."""
     wanted = "files.owner = :user AND c.model = :model AND c.state = 'ready'"
-    wanted += "" if file_id is None else " AND files.id = :file"
+    asked = "FROM json_each(:ids) AS asked CROSS JOIN files ON files.id = asked.value"
+    same = "c.owner = files.owner AND c.kind = files.kind"
     rows = state.library.catalog.read(
-        f"SELECT files.id, c.tier FROM files JOIN chunks c USING (owner, kind, digest) WHERE {wanted} "
-        "UNION SELECT files.id, c.tier FROM files CROSS JOIN pieces ON pieces.file = files.id "
-        "CROSS JOIN chunks c ON c.owner = files.owner AND c.kind = files.kind AND c.digest = pieces.digest "
-        f"WHERE {wanted} AND files.split IS NOT NULL",
+        f"SELECT files.id, c.tier {asked} CROSS JOIN chunks c ON {same} AND c.digest = files.digest WHERE {wanted} "
+        f"UNION SELECT files.id, c.tier {asked} CROSS JOIN pieces ON pieces.file = files.id "
+        f"CROSS JOIN chunks c ON {same} AND c.digest = pieces.digest WHERE {wanted} AND files.split IS NOT NULL",
         user=user,
         model=state.engine.info.digest,
-        **({} if file_id is None else {"file": file_id}),
+        ids=json.dumps(list(ids)),
     )
     found: Tiers = {}
     for row in rows:

@@ -20,7 +20,7 @@ from mpic.press import NONE, parse_press
 from mpic.server.auth import CurrentUser
 from mpic.server.cutting import check_whole, split_of
 from mpic.server.json_routes import JSONRoute
-from mpic.server.routers.common import After, Order, Tiers, download, form_fields, shown, tiers_of
+from mpic.server.routers.common import After, Order, Tiers, download, form_fields, listed, shown, tiers_of
 from mpic.server.state import State, StateDep
 
 router = APIRouter(prefix="/v1/files", tags=["files"], route_class=JSONRoute)
@@ -127,8 +127,9 @@ def checked_press(press: str | None, engine: Engine) -> str | None:
     return found.name
 
 
-@router.get("")
-def list_files(
+@router.get("", response_model=FileList)
+async def list_files(
+    request: Request,
     state: StateDep,
     user: CurrentUser,
     after: After = None,
@@ -137,12 +138,18 @@ def list_files(
     purpose: Annotated[
         str | None, Query(description="vision: images and clips, user_data: documents")
     ] = None,
-) -> FileList:
+) -> Response:
     """List your files by age."""
     kinds = {None: None, "vision": ("image", "video"), "user_data": ("text",)}.get(purpose, ())
-    page = state.library.files.page(user.id, after=after, limit=limit, order=order, kinds=kinds)
-    tiers, counts = tiers_of(state, user.id), state.library.files.counts(user.id)
-    return FileList.of((_show(file, state, tiers, counts) for file in page.files), page.has_more)
+
+    def page() -> FileList:
+        files = state.library.files
+        found = files.page(user.id, after=after, limit=limit, order=order, kinds=kinds)
+        ids = [file.id for file in found.files]
+        tiers, counts = tiers_of(state, user.id, ids), files.counts(user.id, ids)
+        return FileList.of((_show(file, state, tiers, counts) for file in found.files), found.has_more)
+
+    return await listed(request, state, page)
 
 
 @router.get("/{file_id}")
@@ -151,7 +158,9 @@ def get_file(file_id: str, state: StateDep, user: CurrentUser) -> FileObject:
     file = state.library.files.get(user.id, file_id)
     borders = state.library.files.borders(user.id, file_id)
     chunks = tuple(FileChunk(start=piece.start, end=piece.end) for piece in borders) or None
-    found = _show(file, state, tiers_of(state, user.id, file_id), {file_id: len(borders)} if borders else {})
+    found = _show(
+        file, state, tiers_of(state, user.id, [file_id]), {file_id: len(borders)} if borders else {}
+    )
     return found.model_copy(update={"chunks": chunks})
 
 

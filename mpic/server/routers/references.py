@@ -24,7 +24,7 @@ from mpic.library import SHARED, Reference, decode_image, thumbnail
 from mpic.retriever import Query as SearchQuery
 from mpic.server.auth import AdminUser, CurrentUser
 from mpic.server.json_routes import JSONRoute, parse
-from mpic.server.routers.common import After, Order, T, download, form_fields, shown
+from mpic.server.routers.common import After, Order, T, download, form_fields, listed, shown
 from mpic.server.state import State, StateDep
 
 router = APIRouter(prefix="/v1/references", tags=["references"], route_class=JSONRoute)
@@ -82,18 +82,23 @@ async def replace(
     return await _added(request, state, reference)
 
 
-@router.get("")
-def list_references(
+@router.get("", response_model=ReferenceList)
+async def list_references(
+    request: Request,
     state: StateDep,
     user: CurrentUser,
     after: After = None,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 100,
     order: Order = "desc",
     kind: Literal["image", "text"] | None = None,
-) -> ReferenceList:
+) -> Response:
     """List references by age."""
-    page = state.library.references.listing(after, limit, order, kind)
-    return ReferenceList.of(map(_show, page.references), page.has_more)
+
+    def page() -> ReferenceList:
+        found = state.library.references.listing(after, limit, order, kind)
+        return ReferenceList.of(map(_show, found.references), found.has_more)
+
+    return await listed(request, state, page)
 
 
 @router.post("/search")

@@ -6,12 +6,13 @@ import time
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request, Response
 
 from mpic.api.savings import ReuseOfItem, Savings, SavingsDay, SavingsSum, SavingsUser
 from mpic.errors import Forbidden
 from mpic.library import File, Reference
 from mpic.server.auth import CurrentUser
+from mpic.server.routers.common import listed
 from mpic.server.savings import DAYS_KEPT, ChunkReuse
 from mpic.server.state import State, StateDep
 
@@ -22,34 +23,40 @@ ITEMS = 1_000
 DAY = 86_400
 
 
-@router.get("")
-def savings(
+@router.get("", response_model=Savings)
+async def savings(
+    request: Request,
     state: StateDep,
     user: CurrentUser,
     days: Annotated[int, Query(ge=1, le=DAYS_KEPT, description="number of days, today included")] = 30,
     scope: Annotated[
         Literal["mine", "all"], Query(description="`all` (for admins): every user and the references")
     ] = "mine",
-) -> Savings:
+) -> Response:
     """Show the prompt tokens that were not computed because of reuse, by day, and the files that were never reused.
 
     Milliseconds saved are `ms_per_token` times the saved tokens.
     """
     if scope == "all" and user.role != "admin":
         raise Forbidden("only admins may see the savings of all users", param="scope")
-    ledger, whose = state.savings, None if scope == "all" else user.id
+    return await listed(request, state, lambda: _savings(state, None if scope == "all" else user.id, days))
+
+
+def _savings(state: State, whose: str | None, days: int) -> Savings:
+    """Returns the savings of a user, or of all."""
+    ledger = state.savings
     first = time.strftime("%Y-%m-%d", time.gmtime(time.time() - (days - 1) * DAY))
     by_day = ledger.days(whose, first)
     since = ledger.begun(whose)
     items, more_items = _items(state, whose)
     return Savings(
-        scope=scope,
+        scope="all" if whose is None else "mine",
         since=None if since is None else int(since),
         total=_sum([row[1:] for row in by_day]),
         days=tuple(SavingsDay(day=day, **_named(rest)) for day, *rest in by_day),
         ms_per_token=ledger.ms_per_token(whose),
         users=tuple(SavingsUser(user=name, **_named(rest)) for name, *rest in ledger.users(first))
-        if scope == "all"
+        if whose is None
         else (),
         items=tuple(items),
         more_items=more_items,
