@@ -31,7 +31,7 @@ from mpic.server.metrics import Metrics, ResponseCounter
 from mpic.server.routers import caches, chat, files, health, metrics, models, references, savings
 from mpic.server.savings import SavingsLedger
 from mpic.server.state import State
-from mpic.server.thread_pools import Probe
+from mpic.server.thread_pools import DiskProbe
 from mpic.version import VERSION
 from mpic.webui.sessions import COOKIE, COOKIE_VALUE
 
@@ -92,7 +92,7 @@ def create_app(
     embedder = Embedder(search.embedder, search.embedder_weights, search.embedder_device)
     retriever = Retriever(library, embedder, search.duplicates)
     ledger = SavingsLedger(library.root, engine.info.digest)
-    probe = Probe(library.probe)
+    probe = DiskProbe(library.probe)
     app.state.mpic = State(
         engine, library, template, config, int(time.time()), keys, collected, retriever, ledger, probe
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import Depends, Request
 
 from mpic.server.auth import KeyRates
-from mpic.server.thread_pools import Probe, ThreadPools
+from mpic.server.thread_pools import DiskProbe, ThreadPools
 
 if TYPE_CHECKING:
     from mpic.config import Config
@@ -41,7 +41,7 @@ class State:
     metrics: Metrics
     retriever: Retriever
     savings: SavingsLedger
-    probe: Probe
+    probe: DiskProbe
     pools: ThreadPools = field(default_factory=ThreadPools)
     rates: KeyRates = field(default_factory=KeyRates)
 
