@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mpic.errors import Forbidden, MPICError, NotFound, Unauthorized, cut
 from mpic.http import errors
+from mpic.http.sse import NOT_KEPT
 from mpic.webui.sessions import COOKIE, Visitor
 
 if TYPE_CHECKING:
@@ -151,6 +152,7 @@ def _with_headers(send: Send) -> Send:
             headers = MutableHeaders(scope=message)
             for name, value in HEADERS.items():
                 headers[name] = value
+            headers.setdefault("cache-control", NOT_KEPT)
         await send(message)
 
     return sending

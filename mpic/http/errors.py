@@ -55,7 +55,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _any_error)
 
 
-class _Failures:
+class _FailureCounts:
     """Counts failures by kind. Thousands of the same kind take few lines of the log, and none stays unmentioned.
 
     Args:
@@ -80,7 +80,7 @@ class _Failures:
 
 
 LOG_SECONDS = 60.0
-_failures = _Failures()
+_failures = _FailureCounts()
 
 
 def as_mpic_error(exc: BaseException) -> MPICError:

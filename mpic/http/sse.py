@@ -13,6 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
 
+NOT_KEPT = "private, no-store"
+"""``Cache-Control`` of answers that depend on who asks: neither a proxy nor a browser keeps them."""
 DONE = b"data: [DONE]\n\n"
 WAITING = b": waiting\n\n"
 """A comment, which clients skip: proxies and browsers end connections on which nothing has come for a minute."""
@@ -61,7 +63,7 @@ class EventStream(StreamingResponse):
     """Sends events as they are produced. ``close`` is called when the response ends, for whatever reason."""
 
     def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": NOT_KEPT})
         self.close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

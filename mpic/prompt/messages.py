@@ -286,9 +286,8 @@ class _Parser:
                 "inline file data is not accepted: upload it to /v1/files, or send a document part with its text",
                 param=f"{param}.file_data",
             )
-        if "file_id" not in part:
-            what = f"{kind}, file_id or handle" if kind in PART_TYPES[3:5] else "url or file_id"
-            raise BadRequest(f"a part of type {kind} needs {what}", param=param)
+        if "file_id" not in part and kind in ("image", "file"):
+            raise BadRequest(f"a part of type {kind} needs {kind}, file_id or handle", param=param)
         file_id = _string(part, "file_id", param)
         return _blame(f"{param}.file_id", self.resolver.by_file_id, file_id), None
 

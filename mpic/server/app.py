@@ -26,13 +26,13 @@ from mpic.server import docs
 from mpic.server.auth import Authenticate
 from mpic.server.background import BackgroundJobs
 from mpic.server.cutting import cut_document
-from mpic.server.forms import FormCharset, UnderWay
+from mpic.server.forms import FormCharset, UploadsUnderWay
 from mpic.server.guard import BodyLimit, CookieFilter, HostGuard
 from mpic.server.metrics import Metrics, ResponseCounter
 from mpic.server.routers import caches, chat, files, health, metrics, models, references, savings
 from mpic.server.savings import SavingsLedger
 from mpic.server.state import State
-from mpic.server.thread_pools import Probe
+from mpic.server.thread_pools import DiskProbe
 from mpic.version import VERSION
 from mpic.webui.sessions import COOKIE, COOKIE_VALUE
 
@@ -96,8 +96,8 @@ def create_app(
     embedder = Embedder(search.embedder, search.embedder_weights, search.embedder_device)
     retriever = Retriever(library, embedder, search.duplicates)
     ledger = SavingsLedger(library.root, engine.info.digest)
-    probe = Probe(library.probe)
-    uploads = UnderWay(UPLOADS * config.library.upload_bytes, tempfile.gettempdir(), library.root)
+    probe = DiskProbe(library.probe)
+    uploads = UploadsUnderWay(UPLOADS * config.library.upload_bytes, tempfile.gettempdir(), library.root)
     app.state.mpic = State(
         engine,
         library,

@@ -18,12 +18,12 @@ from typing import Annotated
 
 from fastapi import Depends, Request, Security
 from fastapi.security import HTTPBearer
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mpic.errors import Forbidden, MPICError, RateLimited, TooManyAtOnce, Unauthorized, UnsupportedParameter
 from mpic.http import errors
-from mpic.http.sse import event
+from mpic.http.sse import NOT_KEPT, event
 from mpic.keys import Key, KeyLimits, KeyNotFound, KeyStore, Role
 
 LOCAL_USER = "local"
@@ -94,7 +94,7 @@ class _Running:
         self.revoked = asyncio.get_running_loop().create_future()
         self._receive = receive
         self._send = send
-        self._kind: bytes | None = None  # the type of the answer, once it has begun
+        self._kind: str | None = None  # the type of the answer, once it has begun
         self._complete = False
 
     async def receive(self) -> Message:
@@ -109,7 +109,9 @@ class _Running:
         if self.revoked.done():
             return
         if message["type"] == "http.response.start":
-            self._kind = dict(message.get("headers", ())).get(b"content-type", b"")
+            headers = MutableHeaders(scope=message)
+            self._kind = headers.get("content-type", "")
+            headers.setdefault("cache-control", NOT_KEPT)
         self._complete = message["type"] == "http.response.body" and not message.get("more_body")
         await self._send(message)
 
@@ -118,7 +120,7 @@ class _Running:
         error = Unauthorized("the API key was revoked while its request was answered")
         if self._kind is None:
             await errors.response(error)(scope, self._receive, self._send)
-        elif not self._complete and self._kind.startswith(b"text/event-stream"):
+        elif not self._complete and self._kind.startswith("text/event-stream"):
             await self._send({"type": "http.response.body", "body": event(error.body())})
 
 

@@ -42,7 +42,7 @@ four times as many bytes if they are not ASCII. The largest metadata takes some 
 character as two halves of a pair."""
 
 
-class UnderWay:
+class UploadsUnderWay:
     """Counts the bytes of uploads that are being received or checked, by user. They are in temporary files, so that
     nobody's quota holds them yet. It lives on the server's event loop.
 
@@ -95,7 +95,7 @@ class FormCharset:
         return BadRequest(f"the charset of a form is utf-8, not {named!r}", param="Content-Type")
 
 
-async def read_form(request: Request, uploads: UnderWay, counted: Callable[[int], None]) -> FormData:
+async def read_form(request: Request, uploads: UploadsUnderWay, counted: Callable[[int], None]) -> FormData:
     """Reads the form of an upload. A body of another kind gives an empty one, in which validation then misses the file.
 
     Args:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import Depends, Request
 
 from mpic.server.auth import KeyRates
-from mpic.server.thread_pools import Probe, ThreadPools
+from mpic.server.thread_pools import DiskProbe, ThreadPools
 
 if TYPE_CHECKING:
     from mpic.config import Config
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mpic.library import Library
     from mpic.prompt import ChatTemplate
     from mpic.retriever import Retriever
-    from mpic.server.forms import UnderWay
+    from mpic.server.forms import UploadsUnderWay
     from mpic.server.metrics import Metrics
     from mpic.server.savings import SavingsLedger
 
@@ -43,8 +43,8 @@ class State:
     metrics: Metrics
     retriever: Retriever
     savings: SavingsLedger
-    probe: Probe
-    uploads: UnderWay
+    probe: DiskProbe
+    uploads: UploadsUnderWay
     pools: ThreadPools = field(default_factory=ThreadPools)
     rates: KeyRates = field(default_factory=KeyRates)
 

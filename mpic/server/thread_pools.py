@@ -95,7 +95,7 @@ class ThreadPools:
         self.background = ThreadPool(2, 1)
 
 
-class Probe:
+class DiskProbe:
     """One check for all who ask for it at the same time, on a thread of its own, for which nothing else waits.
 
     Args:

@@ -14,7 +14,7 @@ from starlette import formparsers
 
 from mpic.library.intake.checks import METADATA_KEY_CHARS, METADATA_KEYS, METADATA_VALUE_CHARS
 from mpic.library.reference_intake import DESCRIPTION_CHARS, TITLE_CHARS
-from mpic.server.forms import MAX_FIELDS, TEXT_BYTES, UnderWay
+from mpic.server.forms import MAX_FIELDS, TEXT_BYTES, UploadsUnderWay
 from mpic.server.guard import OPEN_BYTES
 
 FORM = "multipart/form-data; boundary=x"
@@ -202,5 +202,5 @@ async def test_an_upload_whose_client_leaves_is_not_counted_and_leaves_no_file(
 def test_the_uploads_of_a_user_take_a_quarter_of_the_free_space_at_most(tmp_path, monkeypatch):
     free = {tmp_path: 1_000, tmp_path / "other": 10_000}
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=free[folder]))
-    assert UnderWay(500, *free).room() == 250
-    assert UnderWay(100, *free).room() == 100
+    assert UploadsUnderWay(500, *free).room() == 250
+    assert UploadsUnderWay(100, *free).room() == 100

@@ -20,7 +20,7 @@ from mpic.errors import (
     OutOfMemory,
     StorageFull,
 )
-from mpic.http.errors import _Failures, as_mpic_error, from_validation
+from mpic.http.errors import _FailureCounts, as_mpic_error, from_validation
 
 HELLO = {"role": "user", "content": "hello"}
 ASK = {"messages": [HELLO]}
@@ -578,7 +578,7 @@ async def test_a_long_name_takes_no_more_memory_than_to_parse_it(server):
 def failures(monkeypatch):
     """The time, in seconds, by which failures are counted afresh."""
     now = [0.0]
-    monkeypatch.setattr("mpic.http.errors._failures", _Failures(lambda: now[0]))
+    monkeypatch.setattr("mpic.http.errors._failures", _FailureCounts(lambda: now[0]))
     return now
 
 

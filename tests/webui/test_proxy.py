@@ -351,3 +351,29 @@ async def test_every_reference_has_a_thumbnail_whatever_it_is_called(server, id)
     answer = await server.http.post("/ui/v1/references", data={"id": id}, files={"file": ("red.png", png())})
     assert answer.status_code == 200
     assert (await server.http.get(f"/ui/thumbs/{id}")).headers["content-type"] == "image/png"
+
+
+async def test_no_cache_keeps_what_a_login_or_a_key_has_opened(server, log_in):
+    """But for the page's own files, which are the same for all, and thumbnails, for minutes and by the cookie."""
+    ann = await log_in("ann")
+    id = (await server.http.post("/ui/v1/files", headers=ann, **form())).json()["id"]
+    key = server.keys.create("ann")[0]
+    for path in (
+        "/v1/files",
+        f"/v1/files/{id}",
+        f"/v1/files/{id}/content",
+        "/v1/savings",
+        "/v1/files/nothing",
+    ):
+        for answer in (
+            await server.http.get(f"/ui{path}", headers=ann),
+            await server.http.get(path, headers={"Authorization": f"Bearer {key}"}),
+        ):
+            assert answer.headers["cache-control"] == "private, no-store", path
+    chat = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+    answer = await server.http.post("/ui/v1/chat/completions", headers=ann, json=chat)
+    assert answer.headers["cache-control"] == "private, no-store"
+    for path in ("/ui/about", "/ui/live", "/ui/"):
+        assert "no-store" in (await server.http.get(path, headers=ann)).headers["cache-control"], path
+    thumb = await server.http.get(f"/ui/thumbs/{id}", headers=ann)
+    assert thumb.headers["cache-control"].startswith("private, ") and thumb.headers["vary"] == "Cookie"
