@@ -99,7 +99,8 @@ class UnderWay:
                     f"n is {self._taken + answers}, and this key may have {most} answers under way", param="n"
                 )
             raise TooManyAtOnce(
-                f"{self._counts[prefix]} requests of this key are running, of {most} that it may have", limit=most
+                f"{self._counts[prefix]} requests of this key are running, of {most} that it may have",
+                limit=most,
             )
         self._counts[prefix] += answers
         self._taken += answers

@@ -79,7 +79,9 @@ ASKED = {
 @pytest.mark.parametrize("pages", [4000, 300], ids=["much memory", "little memory"])
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("flood", FLOODS)
-def test_whatever_one_user_does_anothers_first_token_is_at_most_two_steps_late(make_engine, flood, asked, pages):
+def test_whatever_one_user_does_anothers_first_token_is_at_most_two_steps_late(
+    make_engine, flood, asked, pages
+):
     policy = "full" if not ASKED[asked].chunks else "mpic-4"
     # so few rows a step that streams beside them (``StepPace``) never make them fewer
     settings = {"pages": pages, "budget": LEAST, "max_running": 16, "max_waiting": 100}
@@ -118,7 +120,14 @@ def test_everybody_is_answered_as_alone_while_users_take_places_and_pages_from_e
     """Each user floods as he likes; whoever is preempted goes on where he was."""
     chunk = {user: text_chunk(ids(ord(user), 40), user) for user in "abcd"}
     asked = [
-        request_of(prompt_of(ids(i, 20), chunk[user], ids(50 + i, 9)), "mpic-4", tokens, user, temperature=1.0, seed=i)
+        request_of(
+            prompt_of(ids(i, 20), chunk[user], ids(50 + i, 9)),
+            "mpic-4",
+            tokens,
+            user,
+            temperature=1.0,
+            seed=i,
+        )
         for user, n, tokens in (("a", 14, 60), ("b", 3, 90), ("c", 1, 200), ("d", 6, 20))
         for i in range(n)
     ]
@@ -139,7 +148,11 @@ def test_more_users_than_places_have_them_in_turn(make_engine, monkeypatch, plac
     engine = make_engine(max_running=places)
     users = "abcde"
     seen = watch(engine)
-    asked = [request_of(prompt_of(ids(i, 8)), "full", 150, user) for user in users for i in range(1 + 2 * (user == "a"))]
+    asked = [
+        request_of(prompt_of(ids(i, 8)), "full", 150, user)
+        for user in users
+        for i in range(1 + 2 * (user == "a"))
+    ]
     streams = submit_together(engine, asked)
     lag, take = [], engine.outputs.take
 
@@ -170,7 +183,9 @@ def test_one_user_alone_has_every_place_and_is_answered_in_order(make_engine):
 def test_uploads_are_compiled_while_another_user_asks_without_end(make_engine, monkeypatch):
     engine = make_engine(max_running=2, budget=64)
     compiled, made = engine.memory.compiled, []
-    monkeypatch.setattr(engine.memory, "compiled", lambda job: (made.append(engine._counters["steps"]), compiled(job)))
+    monkeypatch.setattr(
+        engine.memory, "compiled", lambda job: (made.append(engine._counters["steps"]), compiled(job))
+    )
     asked = [request_of(prompt_of(ids(i, 400)), "full", 10, "a") for i in range(40)]
     go = pause(engine)
     upload = engine.compile(text_chunk(ids(900, 300), "b"))  # 5 steps alone

@@ -119,9 +119,7 @@ class DeviceMemory:
             undo.pop_all()
         return True, extent
 
-    def _can_hold(
-        self, missing: Sequence[LinkedChunk | CompileRequest], tokens: int, freed: int = 0
-    ) -> bool:
+    def _can_hold(self, missing: Sequence[LinkedChunk | CompileRequest], tokens: int, freed: int = 0) -> bool:
         """Returns whether an extent and missing chunks take no more pages than are free and can be freed: what waits
         all the same must not evict anything first."""
         pages, free = self.pages_for(missing, tokens), self.pool.free_pages + freed

@@ -430,7 +430,13 @@ class NativeEngine(Engine):
     def _refuse_stuck(self) -> None:
         """Refuses what was tried last if nothing runs, nothing loads, and it still does not fit: it never will."""
         scheduler = self.scheduler
-        if scheduler.running or scheduler.jobs or self.transfers.busy or self._inbox or scheduler.tried is None:
+        if (
+            scheduler.running
+            or scheduler.jobs
+            or self.transfers.busy
+            or self._inbox
+            or scheduler.tried is None
+        ):
             return
         available = self.pool.free_pages + self.device.evictable_pages()
         self._refuse(scheduler.tried, self.builder.too_large(scheduler.tried, available))

@@ -275,7 +275,9 @@ class Scheduler:
 
         for request in self.turns.room_for(item, self.memory.pages_for(chunks, tokens)):
             chosen.append(request)
-            if len(chosen).bit_count() == 1 and fits(len(chosen)):  # looked at seldom: it goes through the caches
+            if len(chosen).bit_count() == 1 and fits(
+                len(chosen)
+            ):  # looked at seldom: it goes through the caches
                 break
         else:
             if not (chosen or self.turns.others_wait(item.user)) or not fits(len(chosen)):
