@@ -23,7 +23,7 @@ from mpic.engine.stream import DeltaStream
 from mpic.engine.trace import chunk_uses, trace
 from mpic.engine.vllm.frontend.client import VLLMClient, report_of, unfinished
 from mpic.engine.vllm.frontend.compiler import ChunkCompiler
-from mpic.engine.vllm.frontend.gate import Gate, Entered
+from mpic.engine.vllm.frontend.gate import Entered, Gate
 from mpic.engine.vllm.frontend.model import ModelDescription
 from mpic.engine.vllm.frontend.prepare import PreparedPrompt, PromptPreparer
 from mpic.engine.vllm.frontend.prompts import token_prompt
