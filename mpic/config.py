@@ -140,7 +140,8 @@ class EngineConfig:
         staging_slots: pieces of compiled chunks that may be on their way from disk to a CUDA device at a time (native).
         staging_slot_bytes: page-locked memory of each, a power of two, allocated at the start as a part of host_bytes;
             0 chooses by the free memory, 64 KiB to 64 MiB (native).
-        max_waiting: most requests that wait for their turn; more are refused with 429.
+        max_waiting: most requests that wait for their turn; more are refused with 429, but those of users who have
+            less than their share of it.
         self_test: when-changed runs the load-time self-tests if the model, the software or the machine has changed
             since they passed; always runs them at every start (native).
         trust_remote_code: run code that comes with the model; off unless you trust its author.

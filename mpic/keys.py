@@ -59,11 +59,12 @@ class KeysLost(Unavailable):
 
 @dataclass(frozen=True)
 class KeyLimits:
-    """Limits of one key. None means no limit. A request for several answers (``n``) counts once.
+    """Limits of one key. None means no limit.
 
     Args:
-        requests_per_minute: requests of any kind, refilled evenly; those of a whole minute may come at once.
-        concurrent: requests under way at the same time, including running streams.
+        requests_per_minute: requests of any kind, refilled evenly; those of a whole minute may come at once. One for
+            several answers (``n``) counts once.
+        concurrent: requests under way at the same time, including running streams. One for ``n`` answers counts ``n``.
         bytes: originals of the user's uploads and caches, together.
         files: uploads and caches of the user, together.
     """

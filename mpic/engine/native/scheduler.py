@@ -2,9 +2,9 @@
 
 Admission follows MEPIC, algorithm 1: a request enters when its own pages and those of its missing chunks fit into free
 and evictable pages; chunks that it shares with others cost nothing. A user's requests are admitted in order of arrival,
-and users take turns (``turns.py``). When a running request needs a page and there is none, or a user's turn has come and
-there is no room, the youngest one of the user who holds most is preempted: it gives its pages back and is computed again
-later. Nothing that it has generated is lost.
+and users take turns (``turns.py``). When a running request needs a page and there is none, or a user's turn has come
+and there is no room, the youngest one of the user who holds most is preempted: it gives its pages back and is computed
+again later. Nothing that it has generated is lost.
 """
 
 from __future__ import annotations
@@ -212,10 +212,7 @@ class Scheduler:
     @staticmethod
     def _chunks_ready(request: Request, finishing: AbstractSet[Resident] = frozenset()) -> bool:
         """Returns whether all chunks are ready, or will be before this step's rows attend to them."""
-        for linked in request.prompt.needed:
-            if not (linked.resident.is_there or linked.resident in finishing):
-                return False
-        return True
+        return all(c.resident.is_there or c.resident in finishing for c in request.prompt.needed)
 
     # ---- admission
 

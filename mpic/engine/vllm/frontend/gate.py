@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class Turn:
+class Entered:
     """A request that is inside. ``rows`` are those that vLLM still has to compute for its first token."""
 
     def __init__(self, gate: Gate, user: str, rows: int) -> None:
@@ -43,7 +43,7 @@ class Gate:
         return Counter(dict(list(self._inside.items())))
 
     @asynccontextmanager
-    async def turn(self, user: str, rows: int) -> AsyncIterator[Turn]:
+    async def turn(self, user: str, rows: int) -> AsyncIterator[Entered]:
         """Waits for a request's turn; it is inside within the block.
 
         Args:
@@ -56,19 +56,19 @@ class Gate:
             await admitted
         except asyncio.CancelledError:
             if admitted.done() and not admitted.cancelled():  # its turn came in the same moment
-                self._leave(Turn(self, user, rows))
+                self._leave(Entered(self, user, rows))
             raise
-        turn = Turn(self, user, rows)
+        turn = Entered(self, user, rows)
         try:
             yield turn
         finally:
             self._leave(turn)
 
-    def _leave(self, turn: Turn) -> None:
+    def _leave(self, turn: Entered) -> None:
         self._inside[turn.user] -= 1
         self.change(turn, -turn.rows)
 
-    def change(self, turn: Turn, rows: int) -> None:
+    def change(self, turn: Entered, rows: int) -> None:
         """Adds to the rows of what is inside, and admits who may enter now."""
         self._rows[turn.user] += rows
         for counts in (self._inside, self._rows):

@@ -23,7 +23,7 @@ from mpic.engine.stream import DeltaStream
 from mpic.engine.trace import chunk_uses, trace
 from mpic.engine.vllm.frontend.client import VLLMClient, report_of, unfinished
 from mpic.engine.vllm.frontend.compiler import ChunkCompiler
-from mpic.engine.vllm.frontend.gate import Gate, Turn
+from mpic.engine.vllm.frontend.gate import Entered, Gate
 from mpic.engine.vllm.frontend.model import ModelDescription
 from mpic.engine.vllm.frontend.prepare import PreparedPrompt, PromptPreparer
 from mpic.engine.vllm.frontend.prompts import token_prompt
@@ -146,7 +146,7 @@ class Request:
         missing = {one.key: one.tokens for one in prepared.needed if not (one.stored or one.spooled)}
         return prepared.plan.own + len(self._generated) - self._in_prompt + sum(missing.values())
 
-    async def _generate(self, turn: Turn, again: bool = False) -> Progress:
+    async def _generate(self, turn: Entered, again: bool = False) -> Progress:
         """Makes one request to vLLM; returns the part of the answer with which it ends or the model makes a call. When
         it ends because of a chunk's file, ``again`` makes a second one, which generates what is left."""
         runtime, prepared = self._runtime, self._prepared
