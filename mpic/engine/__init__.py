@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from mpic.data.published import is_gguf
 from mpic.errors import ModelRefused
 
 if TYPE_CHECKING:
@@ -44,6 +46,10 @@ def load_engine(
     from mpic.config import check_engine
 
     check_engine(config)
+    if is_gguf(config.model):
+        from mpic.model.gguf_model import folder_of
+
+        config = replace(config, model=folder_of(config.model, config.dtype))
     if config.engine == "vllm":
         return _load_vllm(config, store, host_bytes)
     return _load_native(config, store, proofs)

@@ -21,6 +21,7 @@ from transformers import (
 from mpic.errors import ModelRefused
 from mpic.model.dtype_choice import HALF, DtypeChoice, dtype_on_cpu, own_dtype
 from mpic.model.fused_proof import find_fused_step, prove_fused_step
+from mpic.model.gguf_model import folder_of
 from mpic.model.image_selftest import image_self_test
 from mpic.model.image_structure import layout_note
 from mpic.model.loaded import LoadedModel
@@ -68,7 +69,7 @@ def load_model(
     """Loads, hooks and self-tests a model.
 
     Args:
-        path: local folder or hub id of any transformers decoder or vision-language model.
+        path: local folder or hub id of any transformers decoder or vision-language model, or a GGUF file.
         dtype: ``auto`` means the checkpoint's own on accelerators, and what ``dtype_choice`` says on the CPU.
         kv_dtype: ``float16`` keeps keys and values of a float32 model on the CPU in 16 bits; ``auto`` as the model's.
         quantize: ``int8`` or ``int4`` rounds the decoder's weights (``mpic.model.quantize``); empty for none.
@@ -78,6 +79,7 @@ def load_model(
         ModelRefused: the model cannot be loaded, would give wrong results, or fails the self-test; the message says
             which.
     """
+    path = folder_of(path, dtype)
     where = choose_device(device)
     config = load_config(path, dtype, trust_remote_code)
     refuse_quantized(config)
