@@ -1,7 +1,8 @@
 """The command line: ``mpic serve``, ``chat``, ``upload``, ``files``, and the rest of ``COMMANDS``.
 
 There is one file per command, imported only when the command is used, so that ``mpic --help`` answers at once. To add
-one: a module with a Typer app called ``app`` (``mpic.cli.common.command_app``), and a line in ``COMMANDS``.
+one: a module with a Typer app called ``app`` (``mpic.cli.common.command_app``), and a line in ``COMMANDS``. Those of
+the laboratory are entry points (``mpic.cli.laboratory``).
 
 Exit status: 0 done; 1 refused or failed (one line on stderr gives the reason and the stable code); 2 the command line
 is wrong; 70 a server had to end by force (docs/operators.md); 130 interrupted.
@@ -14,9 +15,10 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
-from mpic.cli.common import HELP_OPTIONS, err, error_line, is_expected, out
+from mpic.cli.common import HELP_OPTIONS, LazyCommand, err, error_line, is_expected, out
+from mpic.cli.laboratory import load
 from mpic.version import VERSION
 
 COMMANDS = {
@@ -30,36 +32,32 @@ COMMANDS = {
     "references": ("mpic.cli.references", "The reference library: add, search, import, reindex, evaluate."),
     "library": ("mpic.cli.library", "The folder behind a server: usage, check, backup, recover, gc."),
     "keys": ("mpic.cli.keys", "API keys: create, list, revoke."),
-    "demo": ("mpic.cli.demo", "Ask about sample images under several policies, compare the answers."),
-    "bench": ("mpic.evals.bench.cli", "Measure: first token, memory, decoding, loads, serving."),
-    "eval": ("mpic.evals.cli", "Compare policies on your model and data."),
-    "analyze": ("mpic.evals.analyze.cli", "Look at attention and KV of one prompt."),
-    "train": ("mpic.train.cli", "Train the demo models, and adapters of any model."),
 }
 """Name of a command -> its module, and its line in ``mpic --help``."""
 
-
-class LazyCommand(TyperCommand):
-    """A command in ``mpic --help`` whose module is not imported yet."""
-
-    def __init__(self, name: str, module: str, help: str) -> None:
-        super().__init__(name, help=help, short_help=help, rich_markup_mode="markdown")
-        self.module = module
-
-    def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
-        command = typer.main.get_command(importlib.import_module(self.module).app)
-        command.name = self.name
-        return command.make_context(info_name, args, parent=parent, **extra)
+LABORATORY = {
+    "demo": "Ask about sample images under several policies, compare the answers.",
+    "bench": "Measure: first token, memory, decoding, loads, serving.",
+    "eval": "Compare policies on your model and data.",
+    "analyze": "Look at attention and KV of one prompt.",
+    "train": "Train the demo models, and adapters of any model.",
+}
+"""Name of a command of the laboratory -> its line in ``mpic --help``."""
 
 
 class Root(TyperGroup):
-    """The commands of ``COMMANDS``."""
+    """The commands of ``COMMANDS`` and ``LABORATORY``."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(COMMANDS)
+        return [*COMMANDS, *LABORATORY]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        return LazyCommand(cmd_name, *COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
+        if cmd_name in COMMANDS:
+            module, line = COMMANDS[cmd_name]
+            return LazyCommand(cmd_name, lambda: importlib.import_module(module).app, line)
+        if cmd_name in LABORATORY:
+            return LazyCommand(cmd_name, lambda: load(cmd_name), LABORATORY[cmd_name])
+        return None
 
 
 app = typer.Typer(

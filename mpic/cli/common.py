@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand, TyperGroup
 
 from mpic.errors import MPICError
 
@@ -38,12 +39,13 @@ NewTTL = Annotated[int | None, typer.Option(min=1, help="seconds from now; left 
 OldTTL = Annotated[int | None, typer.Option("--expires", min=1, hidden=True, help="the older name of --ttl")]
 
 
-def command_app(help: str | None = None) -> typer.Typer:
+def command_app(help: str | None = None, cls: type[TyperGroup] | None = None) -> typer.Typer:
     """Returns the Typer app of a command's module.
 
     One function becomes a command (``mpic serve``), several become a group (``mpic files list``).
     """
     return typer.Typer(
+        cls=cls,
         context_settings=HELP_OPTIONS,
         no_args_is_help=help is not None,
         rich_markup_mode="markdown",
@@ -51,6 +53,25 @@ def command_app(help: str | None = None) -> typer.Typer:
         add_completion=False,
         help=help,
     )
+
+
+class LazyCommand(TyperCommand):
+    """A command whose app is loaded when it is used, so that ``mpic --help`` imports nothing.
+
+    Args:
+        name: as people type it.
+        load: returns the app.
+        help: its line in the list of commands.
+    """
+
+    def __init__(self, name: str, load: Callable[[], typer.Typer], help: str) -> None:
+        super().__init__(name, help=help, short_help=help, rich_markup_mode="markdown")
+        self.load = load
+
+    def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
+        command = typer.main.get_command(self.load())
+        command.name = self.name
+        return command.make_context(info_name, args, parent=parent, **extra)
 
 
 def client_command(
