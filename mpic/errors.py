@@ -72,6 +72,12 @@ class UnsupportedParameter(BadRequest):
     code = "unsupported_parameter"
 
 
+class LaboratoryMissing(BadRequest):
+    """The command belongs to the laboratory, which is not installed; the message says how to install it."""
+
+    code = "laboratory_missing"
+
+
 class ContextLengthExceeded(BadRequest):
     code = "context_length_exceeded"
 

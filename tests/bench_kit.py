@@ -5,8 +5,8 @@ import math
 
 from typer.testing import CliRunner
 
-from mpic.evals.bench import cli
-from mpic.evals.bench.harness import Bench
+from mpic_lab.bench import cli
+from mpic_lab.bench.harness import Bench
 
 
 def run_bench(monkeypatch, settings, folder, name, *options):

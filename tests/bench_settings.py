@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mpic.evals.bench import (
+from mpic_lab.bench import (
     decode,
     dtypes,
     flat,
@@ -23,8 +23,8 @@ from mpic.evals.bench import (
     start,
     ttft,
 )
-from mpic.evals.bench.harness import BenchDevice
-from mpic.evals.bench.workload import DecoderShape, TowerShape
+from mpic_lab.bench.harness import BenchDevice
+from mpic_lab.bench.workload import DecoderShape, TowerShape
 
 CPU = BenchDevice(torch.device("cpu"), torch.float32)
 TINY = DecoderShape(layers=2, hidden=64, heads=2, intermediate=64, vocabulary=300, context=2048)

@@ -178,7 +178,7 @@ def url(served_folder, tiny_model):
     """``mpic serve`` as a process of its own on the tiny model, one for all tests."""
     from server_helpers import POOL_PAGES
 
-    from mpic.evals.demo import running_server
+    from mpic_lab.demo import running_server
 
     with running_server(served_folder, tiny_model, "--pool-bytes", str(POOL_PAGES * 12_288)) as (url, _):
         yield url

@@ -16,8 +16,8 @@ from odd_families import with_rotaries, with_sinks
 from PIL import Image
 from torch import nn
 
-from mpic.evals.models.oracle import IMAGE_TYPES, PREFIX_TYPES
 from mpic.model.loaded import LoadedModel
+from mpic_lab.oracle import IMAGE_TYPES, PREFIX_TYPES
 
 TEXT = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
 TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}

@@ -1,4 +1,4 @@
-"""The slow, obvious oracle (``mpic.evals.models.oracle``), and the untouched model called as its users call it.
+"""The slow, obvious oracle (``mpic_lab.oracle``), and the untouched model called as its users call it.
 
 It shares no code with the engine: it compiles chunks at the positions they have in the prompt (the engine rotates
 queries), scatters them into a dense cache and attends with the model's own masks and eager attention over the whole
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
-from mpic.evals.models.oracle import DenseCache, StockOracle, kinds_of
 from mpic.kv.chunk import ChunkInputs
 from mpic.model.structure import RowInputs
 from mpic.prompt.segments import Prompt, TextSegment
+from mpic_lab.oracle import DenseCache, StockOracle, kinds_of
 
 
 class Oracle(StockOracle):

@@ -1,5 +1,5 @@
 """The bundled models that tests run on: those of the first generation, because they are quick. Only
-``tests/evals/test_default_model.py`` is about the default one."""
+``tests/lab/test_default_model.py`` is about the default one."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
 """Helpers that the tests of training share."""
 
-from mpic.train.batch import hidden_rows
+from mpic_lab.train.batch import hidden_rows
 
 
 def hidden_states(model, batch):

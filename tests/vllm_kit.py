@@ -38,7 +38,7 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-from mpic.evals.models.on_vllm import save_model
+from mpic_lab.models.on_vllm import save_model
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mpic.evals.models.check import Row
+from mpic_lab.models.check import Row
 
 FILES = ("test_models.py", "test_links.py")
 """Their tests together say that a family is right: as transformers, and as the oracle."""
@@ -14,7 +14,7 @@ class Outcomes:
     """Follows tests by their ids, ``tests/vllm/test_links.py::test_something[llama-mpic-4]``.
 
     Args:
-        kinds: of the families that are followed, by name (``mpic.evals.models.instances.MAPPINGS``).
+        kinds: of the families that are followed, by name (``mpic_lab.models.instances.MAPPINGS``).
     """
 
     def __init__(self, kinds: dict[str, str]) -> None:

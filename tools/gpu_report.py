@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"mpic": "mpic", "mpic.kernels": "kernels", "mpic.retriever": "retriever", "mpic.webui": "webui"}
-FOLDERS |= {"mpic.data": "data"}
+FOLDERS |= {"mpic.data": "data", "mpic_lab": "lab"}
 EACH_TIME = ("machine", "ceilings")
 """Sections that every run repeats: what the others are compared with."""
 
@@ -77,8 +77,8 @@ def chosen(names: str, file: Path, device: str = "cuda") -> list:
     Raises:
         SystemExit: a name is unknown.
     """
-    from mpic.evals.gpu import record
-    from mpic.evals.gpu.sections import SECTIONS
+    from mpic_lab.gpu import record
+    from mpic_lab.gpu.sections import SECTIONS
 
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     unknown = sorted(set(wanted) - {section.name for section in SECTIONS})
@@ -102,8 +102,8 @@ def start(options: argparse.Namespace) -> None:
         SystemExit: the file belongs to another device, GPU or size, and its rows could not be distinguished from this
             run's.
     """
-    from mpic.evals.gpu import host, record, supervise
-    from mpic.evals.gpu.sections import SECTIONS
+    from mpic_lab.gpu import host, record, supervise
+    from mpic_lab.gpu.sections import SECTIONS
 
     run = {"device": options.device, "quick": options.quick}
     lines, here = record.read(options.out), host.facts(options.device)
@@ -143,8 +143,8 @@ def prepare(device: str) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    from mpic.evals.gpu import record, supervise
-    from mpic.evals.gpu.sections import SECTIONS
+    from mpic_lab.gpu import record, supervise
+    from mpic_lab.gpu.sections import SECTIONS
 
     prepare(options.device)
     log = options.out.with_name(options.out.name + ".log")
@@ -179,7 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def warm_up() -> None:
     """Imports the modules that forked sections share. A section reports missing modules itself."""
-    for name in ("mpic.evals.gpu.context", "mpic.evals.gpu.first_tokens", "mpic.library"):
+    for name in ("mpic_lab.gpu.context", "mpic_lab.gpu.first_tokens", "mpic.library"):
         try:
             importlib.import_module(name)
         except Exception as error:

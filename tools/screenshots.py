@@ -20,7 +20,7 @@ from pathlib import Path
 from PIL import Image
 
 from mpic.data.bundled import DEFAULT, samples_folder
-from mpic.evals.demo import running_server
+from mpic_lab.demo import running_server
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "screenshots"

@@ -1,7 +1,8 @@
 """The command line: ``mpic serve``, ``chat``, ``upload``, ``files``, and the rest of ``COMMANDS``.
 
 There is one file per command, imported only when the command is used, so that ``mpic --help`` answers at once. To add
-one: a module with a Typer app called ``app`` (``mpic.cli.common.command_app``), and a line in ``COMMANDS``.
+one: a module with a Typer app called ``app`` (``mpic.cli.common.command_app``), and a line in ``COMMANDS``. Those of
+the laboratory are entry points (``mpic.cli.laboratory``).
 
 Exit status: 0 done; 1 refused or failed (one line on stderr gives the reason and the stable code); 2 the command line
 is wrong; 70 a server had to end by force (docs/operators.md); 130 interrupted.
@@ -13,15 +14,15 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
-from mpic.cli.common import HELP_OPTIONS, err, error_line, is_expected, out
+from mpic.cli.common import HELP_OPTIONS, LazyCommand, err, error_line, is_expected, out
+from mpic.cli.laboratory import load
 from mpic.table import printable
 from mpic.version import VERSION
 
@@ -36,61 +37,24 @@ COMMANDS = {
     "references": ("mpic.cli.references", "The reference library: add, search, import, reindex, evaluate."),
     "library": ("mpic.cli.library", "The folder behind a server: usage, check, backup, recover, gc."),
     "keys": ("mpic.cli.keys", "API keys: create, list, revoke."),
-    "demo": ("mpic.cli.demo", "Ask about sample images under several policies, compare the answers."),
-    "bench": ("mpic.evals.bench.cli", "Measure: first token, memory, decoding, loads, serving."),
-    "eval": ("mpic.evals.cli", "Compare policies on your model and data."),
-    "analyze": ("mpic.evals.analyze.cli", "Look at attention and KV of one prompt."),
-    "train": ("mpic.train.cli", "Train the demo models, and adapters of any model."),
 }
 """Name of a command -> its module, and its line in ``mpic --help``."""
+
+LABORATORY = {
+    "demo": "Ask about sample images under several policies, compare the answers.",
+    "bench": "Measure: first token, memory, decoding, loads, serving.",
+    "eval": "Compare policies on your model and data.",
+    "analyze": "Look at attention and KV of one prompt.",
+    "train": "Train the demo models, and adapters of any model.",
+}
+"""Name of a command of the laboratory -> its line in ``mpic --help``."""
 
 UsageError: Any = typer.BadParameter.__base__
 """What every mistake on the command line raises."""
 
 
-class LazyCommand(TyperCommand):
-    """A command in ``mpic --help`` whose module is not imported yet."""
-
-    def __init__(self, name: str, module: str, help: str) -> None:
-        super().__init__(name, help=help, short_help=help, rich_markup_mode="markdown")
-        self.module = module
-
-    def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
-        command = typer.main.get_command(importlib.import_module(self.module).app)
-        command.name = self.name
-        _refuse_empty_paths(command, args)
-        return command.make_context(info_name, args, parent=parent, **extra)
-
-
-def _refuse_empty_paths(command: Any, args: Sequence[str]) -> None:
-    """Refuses an empty path among the words behind a command: an unset variable of a shell gives one, and it would be
-    the working folder. Raises typer.BadParameter."""
-    words = list(args)
-    while words and words[0] in getattr(command, "commands", {}):
-        command = command.commands[words.pop(0)]
-    hints = get_type_hints(command.callback) if command.callback else {}
-    paths = [p for p in command.params if Path in _parts(hints.get(p.name))]
-    names = {name for parameter in paths for name in parameter.opts}
-    for before, word in zip(["", *words], words):
-        name, equals, value = word.partition("=")
-        given = name if equals and not value else before if word == "" else None
-        if given in names and given.startswith("-"):
-            raise typer.BadParameter("it is empty: give a path, or leave the option out", param_hint=given)
-        if (
-            given == before
-            and not before.startswith("-")
-            and any(p.param_type_name == "argument" for p in paths)
-        ):
-            raise typer.BadParameter("an empty path names no file")
-
-
-def _parts(hint: Any) -> set[Any]:
-    """Returns the types that a hint is made of: those in a union or a list."""
-    return {hint}.union(*map(_parts, get_args(hint)))
-
-
 class Root(TyperGroup):
-    """The commands of ``COMMANDS``. Whatever was typed that is wrong is named without commands to the terminal."""
+    """The commands of ``COMMANDS`` and ``LABORATORY``. What was typed wrongly is named without control characters."""
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
         with _printable_errors():
@@ -101,10 +65,15 @@ class Root(TyperGroup):
             return super().invoke(ctx)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(COMMANDS)
+        return [*COMMANDS, *LABORATORY]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        return LazyCommand(cmd_name, *COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
+        if cmd_name in COMMANDS:
+            module, line = COMMANDS[cmd_name]
+            return LazyCommand(cmd_name, lambda: importlib.import_module(module).app, line)
+        if cmd_name in LABORATORY:
+            return LazyCommand(cmd_name, lambda: load(cmd_name), LABORATORY[cmd_name])
+        return None
 
 
 @contextmanager

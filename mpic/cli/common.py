@@ -9,9 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from mpic.errors import MPICError
 from mpic.table import COMMANDS, PlainConsole
@@ -40,12 +42,13 @@ NewTTL = Annotated[int | None, typer.Option(min=1, help="seconds from now; left 
 OldTTL = Annotated[int | None, typer.Option("--expires", min=1, hidden=True, help="the older name of --ttl")]
 
 
-def command_app(help: str | None = None) -> typer.Typer:
+def command_app(help: str | None = None, cls: type[TyperGroup] | None = None) -> typer.Typer:
     """Returns the Typer app of a command's module.
 
     One function becomes a command (``mpic serve``), several become a group (``mpic files list``).
     """
     return typer.Typer(
+        cls=cls,
         context_settings=HELP_OPTIONS,
         no_args_is_help=help is not None,
         rich_markup_mode="markdown",
@@ -53,6 +56,53 @@ def command_app(help: str | None = None) -> typer.Typer:
         add_completion=False,
         help=help,
     )
+
+
+class LazyCommand(TyperCommand):
+    """A command whose app is loaded when it is used, so that ``mpic --help`` imports nothing.
+
+    Args:
+        name: as people type it.
+        load: returns the app.
+        help: its line in the list of commands.
+    """
+
+    def __init__(self, name: str, load: Callable[[], typer.Typer], help: str) -> None:
+        super().__init__(name, help=help, short_help=help, rich_markup_mode="markdown")
+        self.load = load
+
+    def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
+        command = typer.main.get_command(self.load())
+        command.name = self.name
+        _refuse_empty_paths(command, args)
+        return command.make_context(info_name, args, parent=parent, **extra)
+
+
+def _refuse_empty_paths(command: Any, args: Sequence[str]) -> None:
+    """Refuses an empty path among the words behind a command: an unset variable of a shell gives one, and it would be
+    the working folder. Raises typer.BadParameter."""
+    words = list(args)
+    while words and words[0] in getattr(command, "commands", {}):
+        command = command.commands[words.pop(0)]
+    hints = get_type_hints(command.callback) if command.callback else {}
+    paths = [p for p in command.params if Path in _parts(hints.get(p.name))]
+    names = {name for parameter in paths for name in parameter.opts}
+    for before, word in zip(["", *words], words):
+        name, equals, value = word.partition("=")
+        given = name if equals and not value else before if word == "" else None
+        if given in names and given.startswith("-"):
+            raise typer.BadParameter("it is empty: give a path, or leave the option out", param_hint=given)
+        if (
+            given == before
+            and not before.startswith("-")
+            and any(p.param_type_name == "argument" for p in paths)
+        ):
+            raise typer.BadParameter("an empty path names no file")
+
+
+def _parts(hint: Any) -> set[Any]:
+    """Returns the types that a hint is made of: those in a union or a list."""
+    return {hint}.union(*map(_parts, get_args(hint)))
 
 
 def client_command(

@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING
 import typer
 
 from mpic.cli.common import DEFAULT_URL, ApiKey, Json, Url, command_app, out, print_json
-from mpic.evals.models.cli import check
+from mpic.cli.laboratory import group_with
 
 if TYPE_CHECKING:
     from mpic.client import MPIC
 
+_LABORATORY = {"check": "Check model families: can they be linked, and are answers right?"}
+
 app = command_app()
-app.command("check")(check)
 
 
-@app.callback(invoke_without_command=True)
+@app.callback(cls=group_with("models", _LABORATORY), invoke_without_command=True)
 def models(
     context: typer.Context, as_json: Json = False, url: Url = DEFAULT_URL, api_key: ApiKey = None
 ) -> None:

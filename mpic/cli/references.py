@@ -24,6 +24,7 @@ from mpic.cli.common import (
     progress,
     read_json,
 )
+from mpic.cli.laboratory import group_with
 from mpic.errors import MPICError, ReferenceNotFound, Unavailable
 
 if TYPE_CHECKING:
@@ -33,10 +34,13 @@ if TYPE_CHECKING:
     from mpic.client.types import Reference
     from mpic.library.copies.bulk_import import ImportItem, KnownReference
 
+_LABORATORY = {"evaluate": "Measure retrieval on the bundled set, in this process."}
+
 app = command_app(
     "Images and texts that a model may look up while it answers (`mpic.retrieval` in a chat request). Everybody reads "
     "and searches, administrators write.\n\nTry it: `mpic references import-samples`, then `mpic references search "
-    "'code of piano'`."
+    "'code of piano'`.",
+    cls=group_with("references", _LABORATORY),
 )
 
 Id = Annotated[str, typer.Argument(help="the reference")]
@@ -165,10 +169,9 @@ def import_samples(client: MPIC, as_json: Json = False) -> None:
 
     Of the two sets it takes the one whose pictures the server's model knows.
     """
-    from mpic.data.bundled import generation_for
-    from mpic.data.generator.references import FOLDERS
+    from mpic.data.bundled import REFERENCES, generation_for
 
-    folder = FOLDERS[generation_for(client.health().model.context_length)]
+    folder = REFERENCES[generation_for(client.health().model.context_length)]
     import_(client, folder / "references.jsonl", as_json)
 
 
@@ -202,27 +205,6 @@ def reindex(
         err.print(f"{failed['id']}: {failed['message']} [{failed['code']}]", style="red")
     if wait and state.missing:
         raise typer.Exit(1)
-
-
-@app.command("evaluate")
-def evaluate(
-    json_path: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
-    questions: Annotated[int, typer.Option(min=1, help="of each kind, at most")] = 1000,
-    policy: Annotated[str, typer.Option(help="of all answers")] = "mpic-16",
-    model: Annotated[str | None, typer.Option(help="default: the bundled demo model")] = None,
-) -> None:
-    """Measure retrieval on the bundled set, in this process.
-
-    It reports recall, answers with `auto` against answers with the right reference in the prompt, and how often the
-    model searches when it must and when it need not.
-    """
-    from mpic.evals.retrieval import evaluate as run
-    from mpic.evals.retrieval import print_report
-
-    report = run(policy=policy, limit=questions, model=model)
-    print_report(report, out)
-    if json_path is not None:
-        json_path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 class IntoServer:

@@ -7,18 +7,21 @@ import numpy as np
 import pytest
 from PIL import Image as PILImage
 
-from mpic.data.generator.images import draw_scene
-from mpic.data.generator.pairs import Pairs, twin
-from mpic.data.generator.references import FOLDERS, SEED, ReferenceSet, load
-from mpic.data.generator.worlds import WORLDS
+from mpic.data.bundled import REFERENCES
+from mpic_lab.generator.images import draw_scene
+from mpic_lab.generator.pairs import Pairs, twin
+from mpic_lab.generator.references import SEED, ReferenceSet, load
+from mpic_lab.generator.worlds import WORLDS
 
-both = pytest.mark.parametrize("generation", FOLDERS)
+both = pytest.mark.parametrize("generation", REFERENCES)
 
 
 @both
 def test_the_same_seed_gives_the_bundled_files(generation, tmp_path):
     ReferenceSet(SEED, generation).write(tmp_path)
-    made, bundled = ({p.relative_to(f): p for p in f.rglob("*.*")} for f in (tmp_path, FOLDERS[generation]))
+    made, bundled = (
+        {p.relative_to(f): p for p in f.rglob("*.*")} for f in (tmp_path, REFERENCES[generation])
+    )
     assert made.keys() == bundled.keys()
     for name, path in made.items():
         if path.suffix == ".png":  # pixels, because compressors differ
@@ -30,7 +33,7 @@ def test_the_same_seed_gives_the_bundled_files(generation, tmp_path):
 
 @both
 def test_entries_and_queries_refer_to_what_exists(generation):
-    entries, queries = load(FOLDERS[generation])
+    entries, queries = load(REFERENCES[generation])
     side = WORLDS[generation].size
     by_id = {entry["id"]: entry for entry in entries}
     assert len(by_id) == len(entries) == 200 and len({q["id"] for q in queries}) == len(queries)
@@ -47,7 +50,7 @@ def test_entries_and_queries_refer_to_what_exists(generation):
 
 @both
 def test_what_a_query_names_is_in_one_entry_only(generation):
-    entries, queries = load(FOLDERS[generation])
+    entries, queries = load(REFERENCES[generation])
     keys = {e["metadata"]["key"] for e in entries if "key" in e["metadata"]}
     for key in keys:
         assert sum(key in e["metadata"].get("objects", ()) for e in entries) == 1

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 from PIL import Image as PILImage
 
-from mpic.data.generator import segments
-from mpic.data.generator.conversation import CHAT_TEMPLATES
-from mpic.data.generator.samples import EIGHT_IMAGES, FOLDERS, Samples, chat
-from mpic.data.generator.tokenizer import build_tokenizer
-from mpic.data.generator.worlds import WORLDS
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.prompt.messages import parse_messages
 from mpic.prompt.segments import TextSegment
 from mpic.prompt.template import ChatTemplate
+from mpic_lab.generator import segments
+from mpic_lab.generator.conversation import CHAT_TEMPLATES
+from mpic_lab.generator.samples import EIGHT_IMAGES, FOLDERS, Samples, chat
+from mpic_lab.generator.tokenizer import build_tokenizer
+from mpic_lab.generator.worlds import WORLDS
 
 MANIFESTS = {g: json.loads((folder / "manifest.json").read_text()) for g, folder in FOLDERS.items()}
 GENERATIONS = pytest.mark.parametrize("generation", FOLDERS)

@@ -10,8 +10,12 @@ import torch
 from processors import needs
 from unit_kit import use_for_blocks
 
-from mpic.evals.bench.harness import BenchDevice
-from mpic.evals.bench.workload import (
+from mpic.kernels import block, linear_widened
+from mpic.model import attention_choice
+from mpic.model.loaded import LoadedModel
+from mpic.model.selftest import self_test
+from mpic_lab.bench.harness import BenchDevice
+from mpic_lab.bench.workload import (
     DecoderShape,
     Ids,
     compile_all,
@@ -22,10 +26,6 @@ from mpic.evals.bench.workload import (
     request_of,
     text_chunk,
 )
-from mpic.kernels import block, linear_widened
-from mpic.model import attention_choice
-from mpic.model.loaded import LoadedModel
-from mpic.model.selftest import self_test
 
 SHAPE = DecoderShape(
     layers=3, hidden=256, heads=4, kv_heads=2, intermediate=512, vocabulary=500, context=4096

@@ -10,8 +10,8 @@ from families import FAMILIES, IMAGE_TOKEN, TYPES
 from oracle import Oracle
 
 from mpic.errors import NoAdapter
-from mpic.evals.models.oracle import PREFIX_TYPES
 from mpic.model.selftest import self_test
+from mpic_lab.oracle import PREFIX_TYPES
 
 POLICIES = ["full", "prefix", "reuse", "mpic-0", "mpic-5", "mpic-64", "legolink-4", "legolink-0"]
 POLICIES += ["attnlink-6", "block-1", "random-30", "cacheblend-25", "nocache"]

@@ -60,7 +60,7 @@ class Gone:
         if name == "triton" or name.startswith("triton."):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Gone())
-import mpic.server.app, mpic.engine.native.engine, mpic.cli, mpic.evals.bench.cli
+import mpic.server.app, mpic.engine.native.engine, mpic.cli, mpic_lab.bench.cli
 import mpic.kernels.triton.worklist, mpic.kernels.triton.tuning
 import torch, transformers
 from mpic.errors import ModelRefused

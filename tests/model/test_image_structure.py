@@ -13,8 +13,6 @@ from families import make_family, random_image
 from server_helpers import gemma3_processor
 
 from mpic.errors import ModelRefused, UnsupportedModality
-from mpic.evals.models.instances import build
-from mpic.evals.models.on_vllm_images import images_of
 from mpic.imaging.processing import changed_settings
 from mpic.kv.chunk import digest
 from mpic.model import image_selftest, image_structure, vision
@@ -25,6 +23,8 @@ from mpic.model.image_structure import gradient, layout_note, refuse_structure, 
 from mpic.model.load import load_model
 from mpic.model.loaded import LoadedModel
 from mpic.prompt.markers import image_markers
+from mpic_lab.models.instances import build
+from mpic_lab.models.on_vllm_images import images_of
 
 TILED = ["internvl", "qianfan_ocr"]
 """Families whose image processors cut no tiles by themselves: their processors tell them to."""

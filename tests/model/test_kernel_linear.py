@@ -11,12 +11,12 @@ from families import make_model
 from torch import nn
 from unit_kit import use_emulated_unit
 
-from mpic.evals.bench.harness import BenchDevice
-from mpic.evals.bench.workload import DecoderShape, random_model
 from mpic.kernels import c_kernel, linear, linear_tiles, products
 from mpic.model import kernel_linear
 from mpic.model.kernel_linear import KernelLinear
 from mpic.model.loaded import LoadedModel
+from mpic_lab.bench.harness import BenchDevice
+from mpic_lab.bench.workload import DecoderShape, random_model
 
 SHAPE = DecoderShape(layers=1, hidden=64, heads=2, intermediate=96, vocabulary=100, context=512)
 CPU = torch.device("cpu")

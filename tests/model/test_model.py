@@ -12,8 +12,6 @@ from engine_kit import family
 from families import TEXT, VISION_FAMILIES, make_family, random_image
 
 from mpic.errors import ModelRefused
-from mpic.evals.bench.harness import BenchDevice
-from mpic.evals.bench.workload import DecoderShape, random_model
 from mpic.kernels.triton import launch, tuning
 from mpic.kernels.windows import Window
 from mpic.model import hooks, selftest
@@ -24,6 +22,8 @@ from mpic.model.refusals import refuse_on_vllm
 from mpic.model.rotary import Unrotated
 from mpic.model.selftest import self_test
 from mpic.model.triton_attention import TritonAttention, refuse_layers
+from mpic_lab.bench.harness import BenchDevice
+from mpic_lab.bench.workload import DecoderShape, random_model
 
 
 def load(model) -> float:

@@ -8,7 +8,6 @@ import pytest
 from small_models import SMALL, SMALL_PLAIN, SMALL_SAMPLES
 
 from mpic.config import EngineConfig
-from mpic.data.generator.client import data_url
 from mpic.engine import load_engine
 from mpic.engine.base import GenerationRequest, Sampling
 from mpic.library import Limits, decode_image
@@ -16,6 +15,7 @@ from mpic.link import parse_policy
 from mpic.packet.adapter import PLACE
 from mpic.prompt import ChatTemplate, build_prompt
 from mpic.prompt.inline import InlineResolver
+from mpic_lab.generator.client import data_url
 
 
 def picture(name: str) -> dict[str, str]:

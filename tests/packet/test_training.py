@@ -16,10 +16,18 @@ from mpic.errors import ModelRefused
 from mpic.model.identity import fingerprint
 from mpic.model.load import load_model
 from mpic.packet.adapter import load_adapter
-from mpic.packet.data import TrainingDataError, prompts, read
-from mpic.packet.lesson import Classroom, Lesson
-from mpic.packet.train import ADAPTER, CHECKPOINT, RECORD, PacketTrainer, Settings, TrainingRefused, loss_of
 from mpic.prompt import ChatTemplate
+from mpic_lab.train.packet import (
+    ADAPTER,
+    CHECKPOINT,
+    RECORD,
+    PacketTrainer,
+    Settings,
+    TrainingRefused,
+    loss_of,
+)
+from mpic_lab.train.packet_data import TrainingDataError, prompts, read
+from mpic_lab.train.packet_lesson import Classroom, Lesson
 
 SAID = 6
 
@@ -135,7 +143,7 @@ def test_the_answers_that_a_resumed_run_repeats_are_no_part_of_its_time(tiny, da
         return lessons(self, *given)
 
     monkeypatch.setattr(PacketTrainer, "_lessons", slow)
-    monkeypatch.setattr("mpic.packet.train.time.monotonic", lambda: ticks[0])
+    monkeypatch.setattr("mpic_lab.train.packet.time.monotonic", lambda: ticks[0])
     PacketTrainer(tiny, settings(tmp_path / "out", data, minutes=1.0), False, lambda line: None).run()
     record = json.loads((tmp_path / "out" / RECORD).read_text())
     assert record["seconds"] == 0 and record["steps"] == 4  # the limit of a minute has cut nothing

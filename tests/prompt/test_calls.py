@@ -7,11 +7,11 @@ import pytest
 from small_models import SMALL
 from transformers import AutoTokenizer
 
-from mpic.data.generator.conversation import Conversation, Document, Turn, segments
 from mpic.errors import UnsupportedParameter
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.prompt import ChatTemplate, ChunkSegment
 from mpic.prompt.calls import find_style
+from mpic_lab.generator.conversation import Conversation, Document, Turn, segments
 
 CHUNK = Chunk(ChunkKey.of_text("x"), "@shared", (1, 2, 3))
 PICTURE = Chunk(ChunkKey("image", "0" * 64), "@shared")

@@ -5,10 +5,10 @@ from chat_models import DictResolver, image_chunk
 from small_models import SMALL
 from transformers import AutoProcessor, CLIPImageProcessor, LlavaProcessor
 
-from mpic.data.generator import conversation as spelling
-from mpic.data.generator.tasks import EVAL_TASKS, Generator
-from mpic.data.generator.tokenizer import build_tokenizer
 from mpic.prompt import ChatTemplate, ChunkSegment, TextSegment, build_prompt
+from mpic_lab.generator import conversation as spelling
+from mpic_lab.generator.tasks import EVAL_TASKS, Generator
+from mpic_lab.generator.tokenizer import build_tokenizer
 
 
 @pytest.fixture(scope="module", params=[*spelling.CHAT_TEMPLATES, "bundled"])

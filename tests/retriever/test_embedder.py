@@ -7,9 +7,9 @@ import pytest
 from PIL import Image
 
 from mpic.config import bundled_embedder
-from mpic.data.generator import references
 from mpic.retriever import Embedder
 from mpic.retriever.embedder import TOKEN_CHARS, beginning
+from mpic_lab.generator import references
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def test_the_name_says_architecture_weights_and_dimension(embedder):
 
 
 def test_images_and_texts_are_unit_vectors_of_one_space_and_batching_changes_nothing(embedder):
-    entries, _ = references.load(references.FOLDERS[1])
+    entries, _ = references.load(references.REFERENCES[1])
     pictures = [e for e in entries if e["kind"] == "image"][:70]
     images = embedder.images([Image.open(e["path"]).convert("RGB") for e in pictures])
     assert images.shape == (70, 128) and np.allclose(np.linalg.norm(images, axis=1), 1, atol=1e-5)

@@ -3,8 +3,8 @@
 import pytest
 from server_helpers import POOL_PAGES, chat_template, fake_server
 
-from mpic.evals.demo import running_server
 from mpic.keys import KeyStore
+from mpic_lab.demo import running_server
 
 
 @pytest.fixture(scope="session")

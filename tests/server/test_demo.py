@@ -9,8 +9,8 @@ from rich.console import Console
 from server_helpers import png
 
 from mpic.client import MPIC
-from mpic.evals import demo
-from mpic.evals.demo_answers import PASSES, DemoAnswer, Headline, headline_of
+from mpic_lab import demo
+from mpic_lab.demo_answers import PASSES, DemoAnswer, Headline, headline_of
 
 MESSAGES = [{"role": "user", "content": "What is in IMAGE#DEMO_A and FILE#DEMO_B?"}]
 PARTS = [

@@ -16,7 +16,7 @@ import pytest
 from server_helpers import wait_until
 from small_models import SMALL, SMALL_SAMPLES
 
-from mpic.evals.demo import running_server
+from mpic_lab.demo import running_server
 
 CLIENTS = 64
 READERS = 48

@@ -13,13 +13,13 @@ from small_models import SMALL
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mpic.config import Config
-from mpic.data.generator import references
 from mpic.engine.native.engine import NativeEngine
 from mpic.library import Library
 from mpic.link import BARE
 from mpic.model.loaded import LoadedModel
 from mpic.prompt import ChatTemplate
 from mpic.server.app import create_app
+from mpic_lab.generator import references
 
 CALL = '<tool_call>\n{"name": "search_references", "arguments": {"query": "the lamp"}}\n</tool_call>'
 QUESTION = "What code does the ladder have?"
@@ -49,7 +49,7 @@ def cited(message):
 
 
 async def test_the_demo_model_searches_answers_and_cites(demo):
-    entries, queries = references.load(references.FOLDERS[1])
+    entries, queries = references.load(references.REFERENCES[1])
     facts = [e for e in entries if e["id"].startswith("fact")][60:64]
     for entry in facts:
         await add(demo, f"ref_{entry['id']}", entry["text"].encode(), title=entry["title"])

@@ -22,13 +22,10 @@ LATER = [
     "IPython",
     "matplotlib",
     "mpic.client",
-    "mpic.data.generator",
     "mpic.engine.vllm",
-    "mpic.evals",
     "mpic.kernels.triton",  # --attention triton
     "mpic.library.copies",
-    "mpic.packet.train",
-    "mpic.train",
+    "mpic_lab",
     "nltk",
     "numba",
     "open_clip",  # the first reference that is embedded
@@ -103,5 +100,5 @@ def test_a_start_imports_nothing_that_is_needed_later(code, names, tmp_path):
 
 
 def test_the_watch_sees_what_is_imported_and_says_where(tmp_path):
-    found = imported("import mpic.evals.metrics\n", LATER, tmp_path)
-    assert "mpic.evals" in found and "mpic.evals, imported through" in said(found)
+    found = imported("import mpic_lab.eval.metrics\n", LATER, tmp_path)
+    assert "mpic_lab" in found and "mpic_lab, imported through" in said(found)

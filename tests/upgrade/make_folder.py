@@ -21,9 +21,9 @@ from old_model import save_model
 from server_helpers import png
 
 from mpic import MPIC
-from mpic.evals.demo import running_server
 from mpic.keys import KeyStore
 from mpic.version import VERSION
+from mpic_lab.demo import running_server
 
 HERE = Path(__file__).parent
 FLAGS = ("--pool-bytes", str(64 * 12_288))

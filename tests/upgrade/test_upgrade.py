@@ -13,8 +13,8 @@ from server_helpers import png
 import mpic
 from mpic import MPIC
 from mpic.errors import EmbedderMismatch
-from mpic.evals.demo import running_server
 from mpic.library import Library, upkeep
+from mpic_lab.demo import running_server
 
 HERE = Path(__file__).parent
 VERSIONS = sorted(path.name.removesuffix(".tar.gz") for path in HERE.glob("*.tar.gz"))

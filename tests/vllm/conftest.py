@@ -13,8 +13,8 @@ import vllm_kit
 from torch import nn
 from vllm_outcomes import Outcomes
 
-from mpic.evals.models import vllm_results
 from mpic.kv.file import ChunkFile
+from mpic_lab.models import vllm_results
 
 collect_ignore_glob = [] if vllm_kit.available() else ["test_*.py"]
 _outcomes = Outcomes(

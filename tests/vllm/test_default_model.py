@@ -8,8 +8,8 @@ import pytest
 from vllm_facade import Bench, whole
 
 from mpic.data.bundled import DEFAULT, model_folder, samples_folder
-from mpic.evals.demo import same
-from mpic.evals.demo_answers import MUST_BE_RIGHT
+from mpic_lab.demo import same
+from mpic_lab.demo_answers import MUST_BE_RIGHT
 
 FOLDER = samples_folder(DEFAULT)
 MANIFEST = json.loads((FOLDER / "manifest.json").read_text(encoding="utf-8"))

@@ -21,8 +21,6 @@ from vllm_facade import MANIFEST, WRAPPINGS, compile_the_same, damage, idle, los
 
 from mpic.api.requests import RetrievalOptions
 from mpic.config import RetrievalConfig
-from mpic.data.generator import EVAL_TASKS, Generator, Image, messages
-from mpic.data.generator.client import messages_of
 from mpic.engine.vllm.frontend.linktest import OWNER, link_test
 from mpic.errors import (
     ContextLengthExceeded,
@@ -43,6 +41,8 @@ from mpic.link import parse_policy
 from mpic.prompt.segments import Prompt, TextSegment
 from mpic.retriever import SearchHit
 from mpic.server.retrieval import AutoRetrieval, Searcher, call_style
+from mpic_lab.generator import EVAL_TASKS, Generator, Image, messages
+from mpic_lab.generator.client import messages_of
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,9 @@ from server_helpers import chat_template
 from small_models import SMALL
 
 from mpic.config import Config
-from mpic.evals.demo import running_server
 from mpic.library import Library
 from mpic.server import create_app
+from mpic_lab.demo import running_server
 
 
 @pytest.fixture(scope="module")

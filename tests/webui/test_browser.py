@@ -7,7 +7,7 @@ import httpx
 from page_kit import BOX, PHONE, ask, more, reload, until, upload
 from small_models import SMALL_SAMPLES
 
-from mpic.data.generator import references as generated
+from mpic_lab.generator import references as generated
 
 ON_SCREEN = "(e) => { const r = e.getBoundingClientRect(); return r.top >= 0 && r.bottom <= innerHeight; }"
 QUESTION = "Which has more shapes, IMAGE#BEACH or IMAGE#GARDEN?"
@@ -94,7 +94,7 @@ def test_a_sample_question_adds_what_it_needs_and_its_names_fit_the_pictures(dem
 
 
 def test_references_are_searched_and_cited_and_can_be_opened(demo_url, open_page):
-    entries, queries = generated.load(generated.FOLDERS[1])
+    entries, queries = generated.load(generated.REFERENCES[1])
     fact = next(e for e in entries if e["id"] == "fact-061")
     question = next(q for q in queries if q["truth"] == fact["id"] and q["form"] == "question")
     with httpx.Client(base_url=demo_url, timeout=60) as http:

@@ -1,0 +1,310 @@
+"""Measures loading stored chunks while compiling missing ones (MPIC, section 4.3 and figure 6): the time to the first
+token against doing one after the other, and against the limit."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mpic.engine.native.engine import NativeEngine
+from mpic.engine.native.loader import loaders_for
+from mpic.kv.chunk import Chunk, ChunkKV, KVKey
+from mpic.kv.pool import Pool
+from mpic.kv.store import StoredChunk
+from mpic.library import Library
+from mpic.model.loaded import LoadedModel
+from mpic_lab.bench.disk import LoaderAlone, drop_from_cache, file_system, fresh_library
+from mpic_lab.bench.harness import BenchDevice, BenchFailed, Report, Row, Series, Ticker, bench, interleave
+from mpic_lab.bench.workload import (
+    BENCH_TOWER,
+    PAGE,
+    DecoderShape,
+    Ids,
+    TowerShape,
+    bring,
+    compile_all,
+    first_token,
+    image_chunk,
+    make_pair,
+    random_image,
+    request_of,
+)
+
+DOCUMENTS, IMAGES = "documents", "images"
+_DECODER = DecoderShape(layers=16, hidden=512, heads=8, intermediate=512)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes of the ``parallel`` bench. A chunk of 640 tokens has 40 MiB of KV in this model.
+
+    Args:
+        chunks, tokens: number and size of the documents.
+        missing: how many of them are compiled, in turn.
+        tower, missing_images: the vision encoder of a further prompt over as many images, and how many of them are
+            encoded and compiled while the others are loaded, in turn.
+        many, many_text, many_policy: a further prompt, over so many chunks and with so few new tokens that loading
+            takes about as long as computing; none of its chunks is missing.
+    """
+
+    decoder: DecoderShape = _DECODER
+    chunks: int = 8
+    tokens: int = 640
+    missing: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7, 8)
+    tower: TowerShape = BENCH_TOWER
+    missing_images: tuple[int, ...] = (1, 2, 4)
+    text: int = 72
+    policy: str = "mpic-16"
+    many: int = 32
+    many_text: int = 64
+    many_policy: str = "legolink-2"
+    repeats: int = 5
+    seed: int = 0
+
+
+@bench(
+    "parallel",
+    "first token with 8 chunks, some on a cold disk and m missing: loaded beside compiling, or before",
+    Settings,
+    quick={
+        "decoder": DecoderShape(layers=8, hidden=512, heads=8, intermediate=512),
+        "missing": (0, 1, 4),
+        "tower": TowerShape(layers=2, hidden=128, heads=2, size=224, patch=14),
+        "missing_images": (2,),
+        "many": 16,
+        "repeats": 3,
+    },
+    wants={"worst_over_limit": "<= 1.2", "many_serial_over_parallel": ">= 1.4"},
+)
+def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
+    """Measures every number of missing chunks, four ways in the same rounds, a prompt over many chunks, and images."""
+    pair = make_pair(settings.decoder, placement, seed=settings.seed)
+    seeing = make_pair(settings.decoder, placement, settings.tower, seed=settings.seed)
+    large = replace(
+        settings, chunks=settings.many, text=settings.many_text, policy=settings.many_policy, missing=(0,)
+    )
+    pictures = replace(settings, tokens=settings.tower.tokens, missing=settings.missing_images)
+    ticker.expect(4 * (len(settings.missing) + len(pictures.missing) + 1) * (settings.repeats + 1))
+    shared = _cores() if placement.device.type == "cpu" else 0
+    documents, fs, chunk_bytes = _measure(DOCUMENTS, settings, pair.loaded, shared, ticker)
+    many, *_ = _measure(DOCUMENTS, large, pair.loaded, shared, ticker)
+    images, *_ = _measure(IMAGES, pictures, seeing.loaded, shared, ticker)
+    rows = documents + many + images
+    notes = {
+        "model": pair.description,
+        "model of images": f"{seeing.description}, {settings.tower.tokens} tokens an image",
+        "chunk": f"{settings.tokens} tokens, {chunk_bytes / 2**20:.0f} MiB",
+        "file_system": fs,
+    }
+    headline = {
+        "worst_over_limit": max(row["over_limit"] for row in documents),
+        "many_serial_over_parallel": many[0]["serial_over_parallel"],
+    }
+    return Report(rows, headline, notes | _words(settings, shared), lambda figure: _plot(figure, rows))
+
+
+def _words(settings: Settings, shared: int) -> dict[str, str]:
+    """Returns what the columns and the headline mean."""
+    limit = (
+        "max(loads, compute + the loader's processor time / cores): loading costs processor time too, and compute uses "
+        f"all {shared} cores"
+        if shared
+        else "max(loads, compute)"
+    )
+    return {
+        "loads": "the stored chunks alone: files dropped from the page cache before, read and verified by the loader",
+        "compute": "the same request with the stored chunks resident: compiles, link and first token",
+        "limit": limit,
+        "one after the other": "the stored chunks are loaded; once they are resident the request is submitted",
+        "saving": "compiled chunks are not written back, so that no writing disturbs the next reading",
+        "worst_over_limit": f"of {settings.chunks} documents: largest over m of the median over rounds of parallel / "
+        "limit within a round",
+        "many_serial_over_parallel": f"of {settings.many} stored chunks under {settings.many_policy}: one after the "
+        "other / parallel, likewise",
+    }
+
+
+def _measure(
+    kind: str, settings: Settings, model: LoadedModel, shared: int, ticker: Ticker
+) -> tuple[list[Row], str, int]:
+    """Returns rows, the file system and the bytes of a chunk."""
+    with fresh_library() as library, _Subject(kind, settings, model, library) as subject:
+        columns: dict[str, Callable[[], float]] = {}
+        for m in settings.missing:
+            columns |= {f"{settings.chunks} {m} {name}": way for name, way in subject.ways(m).items()}
+        samples = interleave(columns, settings.repeats, ticker)
+        rows = _rows(settings, samples, subject, shared)
+        return [{"table": kind} | row for row in rows], file_system(str(library.root)), subject.chunk_bytes
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Shelf:
+    """The library's store with some chunks missing; nothing is written to it any more."""
+
+    def __init__(self, library: Library) -> None:
+        self._store = library.store
+        self.missing: set[KVKey] = set()
+
+    def find(self, keys: Sequence[KVKey]) -> dict[KVKey, StoredChunk]:
+        return self._store.find([key for key in keys if key not in self.missing])
+
+    def touch(self, keys: Iterable[KVKey]) -> None:
+        self._store.touch(keys)
+
+    def open(self, key: KVKey) -> StoredChunk | None:
+        return self._store.open(key) if key not in self.missing else None
+
+    def save(self, chunk: ChunkKV) -> None:
+        pass
+
+    def missing_reason(self, key: KVKey) -> str:
+        return "new"
+
+
+class _Subject:
+    """An engine whose first chunks are missing and whose other chunks are on disk; before every measurement nothing is
+    resident and no file is in the page cache."""
+
+    def __init__(self, kind: str, settings: Settings, model: LoadedModel, library: Library) -> None:
+        self._settings, self._library = settings, library
+        ids = Ids(settings.decoder.vocabulary, settings.seed)
+        if kind == IMAGES:
+            seeds = range(settings.seed, settings.seed + settings.chunks)
+            self.chunks = [image_chunk(random_image(seed, settings.tower.size)) for seed in seeds]
+        else:
+            self.chunks = ids.chunks(settings.chunks, settings.tokens)
+        between = max(1, settings.text // 2 // settings.chunks)
+        self.prompt = ids.spaced(self.chunks, settings.text // 2, 0, between)
+        pages = 2 * settings.chunks * (-(-settings.tokens // PAGE) + 1) + 64
+        with closing(NativeEngine(model, library.store, pages=pages, page_size=PAGE)) as first:
+            compile_all(first, self.chunks)
+            self._keys = [first.linker.key(chunk) for chunk in self.chunks]
+        self._shelf = _Shelf(library)
+        self._engine = NativeEngine(model, self._shelf, pages=pages, page_size=PAGE)
+        self._engine.pool.arena.zero_()  # a server's pages have been touched before
+        self._reader = LoaderAlone(self._shelf, loaders_for())
+        scratch = Pool(model.shape, settings.chunks * -(-settings.tokens // PAGE), PAGE, model.dtype)
+        scratch.arena.zero_()
+        self._views = [scratch.view(scratch.alloc(settings.tokens)) for _ in self.chunks]
+        self.chunk_bytes = self._views[0].nbytes
+        self.cpu: dict[int, list[float]] = {}  # times of the loads, by number of missing chunks and round
+
+    def ways(self, m: int) -> dict[str, Callable[[], float]]:
+        hits = self.chunks[m:]
+
+        def loads() -> float:
+            self._reset(m)
+            keys = self._keys[m:]
+            elapsed, cpu = self._reader(keys, self._views[m:]) if keys else (0.0, 0.0)
+            self.cpu.setdefault(m, []).append(cpu)
+            return elapsed
+
+        def compute() -> float:
+            self._reset(m)
+            self._bring(hits)
+            return self._ask(m, "device")
+
+        def parallel() -> float:
+            self._reset(m)
+            return self._ask(m, "disk")
+
+        def serial() -> float:
+            self._reset(m)
+            return self._bring(hits) + self._ask(m, "device")
+
+        return {"loads": loads, "compute": compute, "parallel": parallel, "one after the other": serial}
+
+    def _reset(self, m: int) -> None:
+        for chunk in self.chunks:
+            self._engine.forget(chunk)
+        self._shelf.missing = set(self._keys[:m])
+        drop_from_cache([self._library.store.path(key) for key in self._keys])
+
+    def _bring(self, chunks: list[Chunk]) -> float:
+        """Returns the milliseconds until chunks are loaded from the disk and resident."""
+        return 1e3 * bring(self._engine, chunks)
+
+    def _ask(self, m: int, tier: str) -> float:
+        elapsed, usage = first_token(self._engine, request_of(self.prompt, self._settings.policy, 2))
+        tiers = [use.tier for use in usage.chunks]
+        if tiers != ["compiled"] * m + [tier] * (len(tiers) - m) or usage.prefix_hit:
+            raise BenchFailed(
+                f"the chunks came from {tiers}, {usage.prefix_hit} tokens from the prefix cache"
+            )
+        return elapsed
+
+    def __enter__(self) -> _Subject:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._reader.close()
+        self._engine.close()
+
+
+def _rows(settings: Settings, samples: dict[str, Series], subject: _Subject, shared: int) -> list[Row]:
+    """Returns the rows. ``shared``: cores that loads and compute share, 0 when they share none."""
+    rows = []
+    for m in settings.missing:
+        names = ("loads", "compute", "parallel", "one after the other")
+        loads, compute, parallel, serial = (samples[f"{settings.chunks} {m} {name}"].values for name in names)
+        cpu = subject.cpu[m][1:]  # the first round is cold and is left out
+        limits = [
+            max(load, work + (c / shared if shared else 0))
+            for load, work, c in zip(loads, compute, cpu, strict=True)
+        ]
+        over = statistics.median(p / limit for p, limit in zip(parallel, limits, strict=True))
+        gain = statistics.median(s / p for s, p in zip(serial, parallel, strict=True))
+        medians = {
+            "loads": loads,
+            "loads_cpu": cpu,
+            "compute": compute,
+            "limit": limits,
+            "parallel": parallel,
+            "serial": serial,
+        }
+        rows.append(
+            {"chunks": settings.chunks, "missing": m}
+            | {f"{name}_ms": round(statistics.median(values), 1) for name, values in medians.items()}
+            | {"over_limit": round(over, 3), "serial_over_parallel": round(gain, 3)}
+        )
+    return rows
+
+
+_LINES = {"serial": "o-", "parallel": "o-", "limit": "k--", "compute": ":", "loads": ":"}
+
+
+def _plot(figure: Any, rows: Sequence[Row]) -> None:
+    """Draws a panel for each prompt: lines by how many of its chunks are missing, bars where none ever is."""
+    prompts = list(dict.fromkeys((row["table"], row["chunks"]) for row in rows))
+    panels = figure.subplots(1, len(prompts), squeeze=False, width_ratios=[3] + [2] * (len(prompts) - 1))[0]
+    for axes, (kind, chunks) in zip(panels, prompts, strict=True):
+        mine = [row for row in rows if (row["table"], row["chunks"]) == (kind, chunks)]
+        if len(mine) > 1 or mine[0]["missing"]:
+            _draw_lines(axes, mine)
+            axes.set_xlabel(f"missing of {chunks} {kind}")
+        else:
+            labels = [_label(name) for name in _LINES]
+            axes.bar(labels, [mine[0][f"{name}_ms"] for name in _LINES])
+            axes.set_xticks(range(len(_LINES)), labels, rotation=45, ha="right", rotation_mode="anchor")
+            axes.set_xlabel(f"{chunks} {kind}, none missing")
+        axes.set_ylim(bottom=0)
+    panels[0].set_ylabel("time to first token (ms)")
+    panels[0].legend(fontsize=8)
+
+
+def _draw_lines(axes: Any, rows: Sequence[Row]) -> None:
+    missing = [row["missing"] for row in rows]
+    for name, style in _LINES.items():
+        axes.plot(missing, [row[f"{name}_ms"] for row in rows], style, label=_label(name))
+    axes.set_xticks(missing)
+
+
+def _label(name: str) -> str:
+    return "one after the other" if name == "serial" else name

@@ -1,0 +1,84 @@
+"""The random weights that all peers load, saved once as a folder like a hub repository."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from mpic.model.load import load_config, load_weights
+from mpic_lab.bench import checkpoint
+from mpic_lab.bench.harness import BenchDevice
+from mpic_lab.bench.peers.gguf_file import write_gguf
+from mpic_lab.bench.peers.prompts import Settings
+from mpic_lab.bench.workload import ModelPair, describe, pair_of, random_model
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The saved weights, and what a peer has to know to load them.
+
+    Args:
+        folder: the model as transformers and vLLM load it; a peer may keep files of its own in ``folder.parent``.
+        gguf: the same weights as a file of llama.cpp; None if nobody needs it.
+        images: True for a model that takes images (LLaVA), False for one of text (Llama).
+        threads: number of threads that a peer may compute with.
+        description: of the model, for the settings.
+    """
+
+    settings: Settings
+    placement: BenchDevice
+    folder: Path
+    gguf: Path | None
+    images: bool
+    threads: int
+    description: str
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype of the weights."""
+        return str(self.placement.dtype).removeprefix("torch.")
+
+    def pair(self) -> ModelPair:
+        """Loads the weights into this process, for MPIC and transformers, which share them."""
+        path = str(self.folder)
+        config = load_config(path, "auto", False)
+        device = self.placement.device
+        model: PreTrainedModel = load_weights(path, config, self.placement.dtype, False, device)
+        model = model.eval().requires_grad_(False)
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
+        return pair_of(model, self.settings.decoder, self.settings.tower if self.images else None)
+
+
+def write_weights(
+    settings: Settings, placement: BenchDevice, folder: Path, images: bool, gguf: bool
+) -> Weights:
+    """Makes a random model, saves it, and keeps nothing of it in memory.
+
+    Args:
+        gguf: write the file of llama.cpp, too.
+
+    Raises:
+        ImportError: the package ``gguf`` is not installed and its file is wanted.
+    """
+    decoder, tower = settings.decoder, settings.tower if images else None
+    model = random_model(decoder, placement, tower, seed=settings.seed)
+    made = folder / ("images" if images else "text")
+    path = made / "model"
+    if images:
+        checkpoint.save(model, decoder, path)  # type: ignore[arg-type]
+    else:
+        assert isinstance(model, LlamaForCausalLM)
+        model.save_pretrained(path)
+        checkpoint.tokenizer(decoder.vocabulary).save_pretrained(path)
+    file = made / "bench.gguf" if gguf else None
+    if file is not None:
+        write_gguf(model, file)  # type: ignore[arg-type]
+    description = describe(model, decoder)
+    del model
+    gc.collect()
+    return Weights(settings, placement, path, file, images, torch.get_num_threads(), description)

@@ -1,0 +1,210 @@
+"""Measures how long ``mpic serve`` takes until it answers, and what it spends its time on.
+
+Every start is a process of its own. Processor seconds are compared, because other work on the machine changes them less
+than the time on the clock. Starts take turns: with self-tests that run (``self_test = always``), with their proofs kept
+(``mpic.model.proofs``), and a script that only imports the libraries and loads the model with transformers, which a
+server made of them has to do, too. The first round is not counted: it fills the page cache and writes the
+proofs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from mpic.config import bundled_model
+from mpic_lab.bench.harness import BenchDevice, BenchFailed, Report, Row, Ticker, bench
+from mpic_lab.demo import server_process
+
+KEPT, ALWAYS = "when-changed", "always"
+WAYS = {ALWAYS: "server, self-tests run", KEPT: "server, proofs kept"}
+BARE = "libraries and model alone, no server"
+SCRIPT = """
+import sys, time
+import fastapi, psutil, torch, uvicorn
+from transformers import AutoModelForImageTextToText, AutoProcessor
+began, model = float(sys.argv[1]), sys.argv[2]
+kept = AutoModelForImageTextToText.from_pretrained(model), AutoProcessor.from_pretrained(model)
+process = psutil.Process()
+times = process.cpu_times()
+print(times.user, times.system, time.time() - began, process.memory_info().rss / 2**20)
+"""
+"""Loads a model, and prints processor seconds of the user and the system, seconds since it was started, and MiB."""
+IMPORT = re.compile(r"import time:\s+(\d+) \|\s+\d+ \| +(\S+)")
+"""A line of Python's ``-X importtime``: microseconds of a module alone, and its name."""
+OWN_FOLDERS = ("torch", "transformers")
+"""Packages so large that their parts are listed."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes of the ``start`` bench.
+
+    Args:
+        model: folder of the model; empty: the bundled one.
+        uncounted: rounds before those that count.
+        packages: rows of the table of imports.
+    """
+
+    model: str = ""
+    uncounted: int = 1
+    repeats: int = 5
+    packages: int = 20
+
+
+@dataclass(frozen=True)
+class Start:
+    """Seconds until a server's ``/health/ready`` answers, or until a script without one has loaded the model: the
+    processor's in all, in the system, and the clock's; and the memory that the process then holds, MiB."""
+
+    processor: float
+    system: float
+    clock: float
+    mib: float
+
+
+@bench(
+    "start",
+    "seconds until `mpic serve` answers, and what it imports meanwhile",
+    Settings,
+    quick={"repeats": 1},
+    wants={
+        "ready_processor_seconds": "< 2.5",
+        "self_tested_processor_seconds": "more by what the tests take",
+        "ready_over_libraries": "near 1: little beside the libraries",
+    },
+    in_process=False,
+    on_cpu=True,
+)
+def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
+    """Makes a row for each way to start, then one for each of the most expensive packages."""
+    ticker.expect(3 * (settings.uncounted + settings.repeats) + 1)
+    samples: dict[str, list[Start]] = {ALWAYS: [], KEPT: []}
+    bare: list[Start] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for round_number in range(settings.uncounted + settings.repeats):
+            counts = round_number >= settings.uncounted
+            for way, starts in samples.items():
+                server = started(settings.model, Path(folder) / way, "--self-test", way)
+                with ticker.step(way), server as (start, _):
+                    if counts:
+                        starts.append(start)
+            with ticker.step(BARE):
+                loaded = _loaded(settings.model)
+            if counts:
+                bare.append(loaded)
+        with ticker.step("imports"), started(settings.model, Path(folder) / KEPT, imports=True) as (_, lines):
+            rows = _imports(lines, settings.packages)
+    named = {WAYS[way]: starts for way, starts in samples.items()}
+    table = [_row(way, starts) for way, starts in {**named, BARE: bare}.items()]
+    headline = {
+        "ready_processor_seconds": statistics.median(one.processor for one in samples[KEPT]),
+        "self_tested_processor_seconds": statistics.median(one.processor for one in samples[ALWAYS]),
+        "ready_over_libraries": statistics.median(
+            ours.processor / theirs.processor for ours, theirs in zip(samples[KEPT], bare, strict=True)
+        ),
+    }
+    notes = {
+        "model": Path(settings.model or bundled_model()).name,
+        "libraries": "a script that imports torch, transformers, FastAPI and uvicorn, and loads the model and its "
+        "processor with transformers",
+        "imports": "seconds of the clock in the modules of a package alone, without what they import",
+        "threads": os.environ.get("OMP_NUM_THREADS", "as torch chooses"),
+    }
+    return Report([*table, *rows], headline, notes, lambda figure: _plot(figure, rows))
+
+
+@contextmanager
+def started(
+    model: str, data_dir: Path, *options: str, imports: bool = False
+) -> Iterator[tuple[Start, list[str]]]:
+    """Starts a server, waits until it is ready, and ends it.
+
+    Args:
+        imports: have Python report every import.
+
+    Yields:
+        What the start took, and the lines that servers of this folder have written to stderr until then.
+
+    Raises:
+        StartFailed: the server does not start.
+    """
+    data_dir.mkdir(exist_ok=True)
+    flags = ["--device", "cpu", "--dtype", "float32", "--model", model or bundled_model(), *options]
+    python = ["-X", "importtime"] if imports else []
+    began = time.perf_counter()
+    with server_process(data_dir, *flags, python=python) as server:
+        with urllib.request.urlopen(f"{server.url}/health/ready", timeout=60) as answer:
+            answer.read()
+        clock = time.perf_counter() - began
+        process = psutil.Process(server.pid)
+        times, held = process.cpu_times(), process.memory_info().rss
+        user, system = times.user + times.children_user, times.system + times.children_system
+        lines = server.log.read_text(errors="replace").splitlines()
+        yield Start(user + system, system, clock, held / 2**20), lines
+
+
+def _loaded(model: str) -> Start:
+    """Returns what a process takes that imports the libraries and loads a model with transformers, without a server.
+
+    Raises:
+        BenchFailed: it did not load it; the message holds the end of what it wrote.
+    """
+    command = [sys.executable, "-c", SCRIPT, str(time.time()), model or bundled_model()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BenchFailed(f"transformers alone did not load the model:\n{done.stderr[-2000:]}")
+    user, system, clock, mib = map(float, done.stdout.splitlines()[-1].split())
+    return Start(user + system, system, clock, mib)
+
+
+def _row(way: str, starts: list[Start]) -> Row:
+    seconds = [one.processor for one in starts]
+    return {
+        "table": "until it is ready",
+        "start": way,
+        "processor_s": round(statistics.median(seconds), 2),
+        "least_s": round(min(seconds), 2),
+        "of_it_system_s": round(statistics.median(one.system for one in starts), 2),
+        "clock_s": round(statistics.median(one.clock for one in starts), 2),
+        "mib": round(statistics.median(one.mib for one in starts)),
+    }
+
+
+def _imports(lines: list[str], most: int) -> list[Row]:
+    """Returns the most expensive packages of a report of imports."""
+    spent: dict[str, tuple[int, int]] = {}
+    for found in filter(None, map(IMPORT.match, lines)):
+        parts = found[2].split(".")
+        package = ".".join(parts[: 2 if parts[0] in OWN_FOLDERS else 1])
+        microseconds, modules = spent.get(package, (0, 0))
+        spent[package] = microseconds + int(found[1]), modules + 1
+    if not spent:
+        raise BenchFailed("the server has reported no imports")
+    dearest = sorted(spent.items(), key=lambda item: -item[1][0])[:most]
+    return [
+        {"table": "imports", "package": package, "modules": modules, "seconds": round(microseconds / 1e6, 3)}
+        for package, (microseconds, modules) in dearest
+    ]
+
+
+def _plot(figure: Any, rows: list[Row]) -> None:
+    axes = figure.subplots()
+    axes.barh([row["package"] for row in rows], [row["seconds"] for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds in modules of the package")
+    axes.tick_params(axis="y", labelsize=7)
+    axes.grid(alpha=0.3)

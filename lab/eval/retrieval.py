@@ -1,0 +1,251 @@
+"""Evaluates retrieval on the bundled reference set of a model's generation: whether references are found, whether the
+model searches, and whether the answers are correct.
+
+*Recall* of the retriever over 200 entries, against the generator's truth. *Answers* to the questions whose facts are
+only in the library (``form`` question of its ``queries.jsonl``), greedy, exact match: without a library,
+with ``auto``, and with the right reference in the prompt where the model expects one. *Searches*: how often the model
+asks when it must (those questions) and when it need not (held-out questions about what is in the context).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from mpic.api.requests import RetrievalOptions
+from mpic.config import EngineConfig, RetrievalConfig, bundled_model
+from mpic.data.bundled import generation_for
+from mpic.engine import load_engine
+from mpic.engine.base import Delta, Engine, GenerationRequest, Sampling
+from mpic.library import Library
+from mpic.library.copies.bulk_import import LibraryTarget, import_references
+from mpic.link import parse_policy
+from mpic.model.dtype_choice import dtype_for_results
+from mpic.model.load import choose_device
+from mpic.prompt import ChatTemplate, build_prompt
+from mpic.prompt.segments import Prompt
+from mpic.retriever import Embedder, Query, Retriever, SearchHit
+from mpic.server.resolver import LibraryResolver
+from mpic.server.retrieval import AutoRetrieval, Searcher, call_style, with_simulated_call
+from mpic_lab.generator import references
+from mpic_lab.generator.client import content_part
+from mpic_lab.generator.tasks import Generator
+from mpic_lab.generator.worlds import WORLDS
+
+TOP_KS = (1, 5)
+CONTEXT_TASKS = ("image", "card", "biography", "needle", "compare", "mixed")
+CONTEXT_QUESTIONS = 20
+TOKENS = 32
+
+
+def evaluate(policy: str = "mpic-16", limit: int = 1000, model: str | None = None) -> dict[str, Any]:
+    """Evaluates everything and returns a report that can be JSON. It takes minutes on a CPU."""
+    with tempfile.TemporaryDirectory(prefix="mpic-eval-") as data_dir:
+        library = Library.open(Path(data_dir))
+        dtype = dtype_for_results("auto", choose_device())
+        config = EngineConfig(model=model or bundled_model(), dtype=dtype)
+        engine, processor = load_engine(config, library.store)
+        setup = RetrievalSetup(engine, library, ChatTemplate(processor), policy)
+        entries, queries = references.load(setup.references)
+        try:
+            results = asyncio.run(
+                import_references(setup.references / "references.jsonl", LibraryTarget(library.references))
+            )
+            assert all(result.outcome == "added" for result in results), results
+            assert setup.retriever.flush(300)
+            return {
+                "entries": len(entries),
+                "model": engine.info.name,
+                "policy": policy,
+                "embedder": setup.retriever.embedder.name._asdict(),
+                "recall": recall(setup.retriever, queries, limit),
+                "answers": answers(setup, _limited(queries, limit)),
+                "searches": searches(setup, min(limit, CONTEXT_QUESTIONS)),
+            }
+        finally:
+            engine.close()
+            setup.retriever.close()
+            library.close()
+
+
+def recall(retriever: Retriever, queries: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
+    """Returns by task and form the share of queries whose true entry is among the first k, of all and of its kind
+    only."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for query in queries:
+        if len(groups[query["task"], query["form"]]) < limit:
+            groups[query["task"], query["form"]].append(query)
+            groups[query["task"], "all"].append(query)
+    rows = []
+    for (task, form), group in sorted(groups.items()):
+        row: dict[str, Any] = {"task": task, "form": form, "queries": len(group)}
+        kind = task.rpartition(">")[2]
+        for name, filter in (("", None), (" of its kind", {"kind": kind})):
+            ranks = [_rank(retriever, query, filter) for query in group]
+            for k in TOP_KS:
+                row[f"recall@{k}{name}"] = round(sum(rank < k for rank in ranks) / len(group), 4)
+        rows.append(row)
+    return rows
+
+
+def _rank(retriever: Retriever, query: dict[str, Any], filter: dict[str, Any] | None) -> int:
+    images = (Image.open(query["path"]).convert("RGB"),) if "path" in query else ()
+    hits = retriever.search(Query(query.get("text", ""), images), max(TOP_KS), filter=filter)
+    ids = [hit.reference.id for hit in hits]
+    truth = f"ref_{query['truth']}"
+    return ids.index(truth) if truth in ids else len(ids) + max(TOP_KS)
+
+
+class RetrievalSetup:
+    """An engine and a library, with several ways to ask.
+
+    Attributes:
+        generation: that of the pictures and documents which suit the model.
+        references: the folder of its reference set.
+    """
+
+    def __init__(self, engine: Engine, library: Library, template: ChatTemplate, policy: str) -> None:
+        library.files.tokenize = library.references.tokenize = template.tokenize_document
+        config = RetrievalConfig()
+        self.generation = generation_for(engine.info.context_length)
+        self.references = references.REFERENCES[self.generation]
+        self.engine, self.library, self.template = engine, library, template
+        self.policy = parse_policy(policy)
+        self.style = call_style(template, config)
+        self.retriever = Retriever(library, Embedder(config.embedder), config.duplicates)
+
+    def plain(self, messages: list[dict[str, Any]]) -> GenerationRequest:
+        """Returns a request without a library."""
+        resolver = LibraryResolver(self.library, "eval", 256)
+        return self.request(build_prompt(messages, self.template, resolver))
+
+    def request(self, prompt: Prompt) -> GenerationRequest:
+        return GenerationRequest("eval", prompt, self.policy, Sampling(max_tokens=TOKENS), "eval")
+
+    def auto(self, request: GenerationRequest, **options: Any) -> GenerationRequest:
+        searching = Searcher(self.retriever, RetrievalOptions(mode="auto", **options))
+        return replace(request, retrieval=AutoRetrieval(searching, self.template, self.style))
+
+    def given(self, query: dict[str, Any], asked: str) -> GenerationRequest:
+        """Returns a request with the right reference in the prompt, at the place where the model expects the result of
+        a search."""
+        shelf = self.library.references
+        hit = SearchHit(shelf.get(f"ref_{query['truth']}"), 1.0)
+        prompt = self.plain([{"role": "user", "content": query["text"]}]).prompt
+        return self.request(
+            with_simulated_call(prompt, self.template, self.style, Query(asked), [hit], shelf)
+        )
+
+    def run(self, requests: Sequence[GenerationRequest]) -> list[Delta]:
+        """Submits all requests at once; the engine batches them."""
+        streams = [self.engine.submit(request) for request in requests]
+        return [stream.result() for stream in streams]
+
+
+def answers(setup: RetrievalSetup, queries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns shares of exact answers by kind of reference: without, with the right reference, and with ``auto``."""
+    calls = {q["truth"]: q["text"] for q in references.load(setup.references)[1] if q["form"] == "search"}
+    plain = [setup.plain([{"role": "user", "content": q["text"]}]) for q in queries]
+    columns = {
+        "no library": setup.run(plain),
+        "right reference": setup.run([setup.given(q, calls[q["truth"]]) for q in queries]),
+        "auto": setup.run([setup.auto(p) for p in plain]),
+        "auto, top 5": setup.run([setup.auto(p, top_k=5) for p in plain]),
+        "auto, kind known": setup.run(
+            [
+                setup.auto(p, filter={"kind": q["task"].rpartition(">")[2]})
+                for p, q in zip(plain, queries, strict=True)
+            ]
+        ),
+    }
+    rows = []
+    for task in (*sorted({q["task"] for q in queries}), "all"):
+        at = [i for i, q in enumerate(queries) if task in (q["task"], "all")]
+        row: dict[str, Any] = {"task": task, "questions": len(at)}
+        for name, got in columns.items():
+            row[name] = round(sum(got[i].text.strip() == queries[i]["answer"] for i in at) / len(at), 4)
+        rounds = [columns["auto"][i].usage.retrieval for i in at]
+        row["searched"] = round(sum(bool(r) for r in rounds) / len(at), 4)
+        found = [
+            any(c["reference_id"] == f"ref_{queries[i]['truth']}" for one in r for c in one.citations)
+            for i, r in zip(at, rounds, strict=True)
+        ]
+        row["found the right one"] = round(sum(found) / len(at), 4)
+        right = [columns["auto"][i].text.strip() == queries[i]["answer"] for i in at]
+        had = [ok for ok, hit in zip(right, found, strict=True) if hit]
+        row["auto when found"] = round(sum(had) / len(had), 4) if had else None
+        rows.append(row)
+    return rows
+
+
+def searches(setup: RetrievalSetup, questions: int) -> list[dict[str, Any]]:
+    """Returns by task how often the model searches although the answer is in the context."""
+    rows, world = [], WORLDS[setup.generation]
+    for task in CONTEXT_TASKS:
+        requests = []
+        for seed in range(questions):
+            (turn, *_) = Generator(50_000 + seed, "eval", world=world).task(task, 2).turns
+            requests.append(
+                setup.auto(
+                    setup.plain([{"role": "user", "content": [content_part(part) for part in turn.user]}])
+                )
+            )
+        got = setup.run(requests)
+        rows.append(
+            {
+                "task": task,
+                "questions": len(got),
+                "searched": round(sum(bool(g.usage.retrieval) for g in got) / len(got), 4),
+            }
+        )
+    total = sum(row["questions"] for row in rows)
+    share = sum(row["searched"] * row["questions"] for row in rows) / total
+    return [*rows, {"task": "all", "questions": total, "searched": round(share, 4)}]
+
+
+def _limited(queries: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
+    """Returns the questions, at most ``limit`` of each task, evenly spread."""
+    kept = []
+    for task in sorted({q["task"] for q in queries}):
+        group = [q for q in queries if q["task"] == task and q["form"] == "question"]
+        step = max(1, len(group) // limit)
+        kept += group[::step][:limit]
+    return kept
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
+    """Prints three tables of tasks and figures, with the longer dimension as rows."""
+    for name in ("recall", "answers", "searches"):
+        rows = report[name]
+        keys = [key for key in rows[0] if key not in ("task", "form")]
+        lines = [["", *keys]]
+        for row in rows:
+            title = f"{row['task']} {row.get('form', '')}".strip()
+            lines.append([title, *(_cell(row[key]) for key in keys)])
+        if len(keys) > len(rows):
+            lines = [list(column) for column in zip(*lines)]
+        head, *rest = lines
+        table = Table(
+            title=f"{name} ({report['model']}, {report['policy']})", title_justify="left", box=SIMPLE
+        )
+        for i, text in enumerate(head):
+            table.add_column(text, justify="right" if i else "left", no_wrap=not i)
+        for line in rest:
+            table.add_row(*line)
+        console.print(table, markup=False)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1%}" if isinstance(value, float) else str(value)

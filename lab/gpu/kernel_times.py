@@ -1,0 +1,218 @@
+"""Times the attention kernels: against the ceilings and torch's own attention, and with different tile sizes.
+
+``make tune-gpu`` (``python -m mpic_lab.gpu.kernel_times TABLE``) fills the table of tile sizes for this machine's
+GPU: every candidate runs a prefill and a decoding step of one layer, and the fastest of each is written with the GPU's
+name, the date and the versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from mpic.errors import MPICError
+from mpic.kernels.triton.tuning import SCHEMA, defaults_of, read_table
+from mpic.model.load import choose_device
+from mpic_lab.bench.harness import BenchDevice, BenchFailed, median_seconds
+from mpic_lab.gpu.attention_cases import Case, segment_attention, torch_attention
+from mpic_lab.gpu.comparators import COMPARATORS, Comparator, error_of, random_inputs
+from mpic_lab.gpu.context import Context
+from mpic_lab.gpu.supervise import SectionRun, installed
+
+TileSizes = tuple[int, ...]
+BLOCKS: tuple[TileSizes, ...] = tuple(product((64, 128), (32, 64, 128), (4, 8), (2, 3)))
+"""Rows and keys of a tile, warps, stages."""
+SINGLES: tuple[TileSizes, ...] = tuple(product((32, 64, 128), (2, 4, 8), (2, 3, 4)))
+"""Keys of a tile, warps, stages."""
+DIMS = (64, 80, 96, 128, 256)
+GROUPS = (1, 4, 7)
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+"""Largest difference of a comparator's output, whose values are averages of normally distributed ones."""
+PREFILL = Case("prefill", 32, 8, 128, 520, 1, 8, 2304)
+DECODE = Case("decode", 32, 8, 128, 1, 8, 4, 2304)
+
+
+def attention(run: SectionRun) -> None:
+    """Measures case by case; the headline is the worst of each kind."""
+    context = Context(run)
+    placement, repeats = context.placement, context.sizes.kernel_repeats
+    flush = _flush(placement)
+    over: dict[tuple[str, str], float] = {}
+    for case in context.sizes.cases:
+        ours = median_seconds(segment_attention(case, placement), placement, repeats, flush.zero_)
+        theirs = median_seconds(torch_attention(case, placement), placement, repeats, flush.zero_)
+        theirs /= case.masked(placement.dtype)  # the measure is throughput, and torch never shares keys
+        over["torch SDPA", case.name] = theirs / ours
+        times = {"triton": ours, "torch SDPA": theirs, **_comparators(context, case, flush.zero_)}
+        for name, taken in times.items():
+            if name in COMPARATORS:
+                over[name, case.name] = taken / ours
+            more, cost = {"over torch": round(theirs / taken, 3)}, case.cost(placement.dtype)
+            context.timed(f"attention, {case.name}", case.words, name, taken, cost, "us", **more)
+    for other, one in COMPARATORS.items():
+        if not installed(one.package):
+            context.left_out("attention", other, f"{one.distribution} is not installed")
+    for kind, other in product(("prefill", "decode"), ("torch SDPA", *COMPARATORS)):
+        worst = [ratio for (by, case), ratio in over.items() if by == other and case.startswith(f"{kind},")]
+        if worst:
+            name = f"{kind}_over_{COMPARATORS[other].package if other in COMPARATORS else 'flash'}"
+            run.row(
+                "headline",
+                f"{kind} cases, against {other}",
+                "triton",
+                round(min(worst), 3),
+                "",
+                headline=name,
+                goal=">= 0.8",
+            )
+
+
+def _comparators(context: Context, case: Case, before: Callable[[], object]) -> dict[str, float]:
+    """Returns the seconds of the attention of every other project that is installed and computes the case correctly."""
+    seconds: dict[str, float] = {}
+    inputs = random_inputs(case, context.placement)
+    limit = TOLERANCE[context.placement.dtype]
+
+    def measure(name: str, one: Comparator) -> None:
+        attend = one.build(case, inputs)
+        right = lambda: error_of(attend(), case, inputs)
+        if context.check(f"is right, {case.name}", case.words, name, right, limit, "largest difference"):
+            repeats = context.sizes.kernel_repeats
+            seconds[name] = median_seconds(attend, context.placement, repeats, before)
+
+    for name, one in COMPARATORS.items():
+        if installed(one.package):
+            context.attempt(f"attention, {case.name}", f"{name}: {case.words}", partial(measure, name, one))
+    return seconds
+
+
+def tuning(run: SectionRun) -> None:
+    """Measures candidates, a row each; the fastest go into a table beside the report's file, in the form of
+    ``tuned.json``."""
+    context = Context(run)
+    sizes, placement = context.sizes, context.placement
+    path = run.out.with_name(run.out.name + ".tuned.json")
+    on_cuda = placement.device.type == "cuda"
+    gpu = torch.cuda.get_device_name(placement.device) if on_cuda else "Triton's interpreter"
+    prefill, decode = sizes.cases if run.quick else (PREFILL, DECODE)
+    group = prefill.heads // prefill.kv_heads
+    for dim in sizes.tuned_dims:
+        base = defaults_of(placement.device, placement.dtype, dim)
+        used = (base[:4], base[4:7])
+
+        def write(cases: Sequence[Case], one: TileSizes, taken: float | None, used=used) -> None:
+            case, *others = cases
+            what = f"{case.name}, {one}{', the default' if one in used else ''}"
+            if taken is None:
+                context.left_out("tiles", what, "the device has no room for them")
+            else:
+                cost = sum((other.cost(placement.dtype) for other in others), case.cost(placement.dtype))
+                context.timed("tiles", case.words, what, taken, cost, "us")
+
+        tried = [dict.fromkeys((own, *more)) for own, more in zip(used, (sizes.blocks, sizes.singles))]
+        best = tune(path, gpu, placement, dim, group, *tried, prefill, decode, sizes.kernel_repeats, write)
+        run.row("tiles", f"{group} heads of {dim} a key head", "the fastest", f"{best[0]} and {best[1]}")
+
+
+def tune(
+    path: Path,
+    gpu: str,
+    placement: BenchDevice,
+    dim: int,
+    group: int,
+    blocks: Iterable[TileSizes],
+    singles: Iterable[TileSizes],
+    prefill: Case,
+    decode: Case,
+    repeats: int,
+    seen: Callable[[Sequence[Case], TileSizes, float | None], None] = lambda cases, sizes, seconds: None,
+) -> tuple[TileSizes, TileSizes]:
+    """Measures the candidates for one head dimension and one number of query heads a key head, writes the best into the
+    table at ``path``, beside its other entries, and returns them. Tiles of single rows are measured over chunks of each
+    request's own and over the same chunks for all, one time after the other.
+
+    Args:
+        seen: called with the cases, every candidate and its seconds in all of them, None where the GPU has no room
+            for it.
+
+    Raises:
+        BenchFailed: no candidate fits.
+    """
+    from triton.runtime.errors import OutOfResources
+
+    base, best = defaults_of(placement.device, placement.dtype, dim), []
+    flush = _flush(placement)
+    shared = dataclasses.replace(decode, shared=True)
+    for cases, tried, fields in (
+        ([prefill], blocks, base._fields[:4]),
+        ([decode, shared], singles, base._fields[4:7]),
+    ):
+        cases = [_of_group(case, dim, group) for case in cases]
+        measured: dict[TileSizes, float] = {}
+        for one in tried:
+            tiles = base._replace(**dict(zip(fields, one, strict=True)))
+            taken = None
+            try:
+                works = [segment_attention(case, placement, tiles) for case in cases]
+                taken = sum(median_seconds(work, placement, repeats, flush.zero_) for work in works)
+                measured[one] = taken
+            except OutOfResources:
+                pass  # `seen` reports it
+            seen(cases, one, taken)
+        if not measured:
+            raise BenchFailed(f"no candidate fits this GPU for heads of {dim}")
+        best.append(min(measured, key=measured.__getitem__))
+    _enter(path, gpu, f"{str(placement.dtype).removeprefix('torch.')}/{dim}/{group}", *best)
+    return best[0], best[1]
+
+
+def _flush(placement: BenchDevice) -> torch.Tensor:
+    """Returns memory that is written before each run: keys are then not in the caches, and the host has the time to
+    launch what is measured, which for a decoding step takes it longer than the device."""
+    size = 1 << 30 if placement.device.type == "cuda" else 1
+    return torch.empty(size, dtype=torch.uint8, device=placement.device)
+
+
+def _of_group(case: Case, dim: int, group: int) -> Case:
+    """Returns a case for a head dimension and so many query heads a key head, with about as many heads as before."""
+    kv_heads = max(1, case.heads // group)
+    return dataclasses.replace(case, dim=dim, kv_heads=kv_heads, heads=group * kv_heads)
+
+
+def _enter(path: Path, gpu: str, name: str, block: TileSizes, single: TileSizes) -> None:
+    """Writes the sizes of one GPU for a dtype, head dimension and group (``name``) into the table at ``path``."""
+    import triton
+
+    table = read_table(path) if path.exists() else {"schema": SCHEMA, "gpus": {}}
+    when = f"{datetime.date.today()}, torch {torch.__version__}, triton {triton.__version__}"
+    table["gpus"].setdefault(gpu, {})[name] = {"block": block, "single": single, "measured": when}
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    temporary.replace(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure tile sizes on this machine's GPU.")
+    parser.add_argument("table", type=Path)
+    path = parser.parse_args().table
+    try:
+        device = choose_device("cuda")
+    except MPICError as error:
+        raise SystemExit(str(error)) from None
+    gpu = torch.cuda.get_device_name(device)
+    for dtype in (torch.bfloat16, torch.float16):
+        for dim, group in product(DIMS, GROUPS):
+            tune(path, gpu, BenchDevice(device, dtype), dim, group, BLOCKS, SINGLES, PREFILL, DECODE, 10)
+
+
+if __name__ == "__main__":
+    main()

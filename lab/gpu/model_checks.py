@@ -1,0 +1,94 @@
+"""Checks whole models on this device: the load-time self-test on real shapes, and the engine against itself."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import tempfile
+from pathlib import Path
+
+import torch
+
+from mpic.engine.native.engine import NativeEngine
+from mpic.library import Library
+from mpic.model.loaded import LoadedModel
+from mpic.model.selftest import MOST, TOLERANCE, self_test
+from mpic_lab.bench.harness import BenchDevice
+from mpic_lab.bench.workload import (
+    PAGE,
+    DecoderShape,
+    Ids,
+    engine_for,
+    prompt_of,
+    random_model,
+    request_of,
+    text_chunk,
+)
+from mpic_lab.gpu.context import Context
+from mpic_lab.gpu.supervise import SectionRun
+
+
+def self_tests(run: SectionRun) -> None:
+    """Tests the engine, in fp32 where its answers must be the very same; then real shapes under each attention."""
+    context = Context(run)
+    for attention in ("auto", "triton"):
+        context.check(
+            "engine check",
+            "a chunk in front of a prompt: tokens as without reuse, from the device and from its file",
+            attention,
+            functools.partial(_reuses, context, attention),
+            0.0,
+            "tokens that differ",
+        )
+    for model in context.sizes.models:
+        loaded = model.build(context.placement)
+        for attention in ("auto", "triton"):
+            context.check(
+                "self-test",
+                f"{model.name}, {str(context.placement.dtype).removeprefix('torch.')}",
+                attention,
+                functools.partial(_self_test, loaded, attention),
+                MOST * TOLERANCE[context.placement.dtype],  # beyond less, the test itself refuses
+                "relative error",
+            )
+        del loaded
+        gc.collect()
+        context.free()
+
+
+def _self_test(loaded: LoadedModel, attention: str) -> float:
+    loaded.choose_attention(attention)
+    return self_test(loaded)
+
+
+def _reuses(context: Context, attention: str) -> float:
+    """Returns how many tokens differ between ``full`` and ``reuse`` of a chunk that begins the prompt, which is exact:
+    from the device, then in a new engine that reads the chunk's file."""
+    placement = BenchDevice(context.placement.device, torch.float32)
+    decoder = DecoderShape(
+        layers=2, hidden=256, heads=4, intermediate=256, kv_heads=2, vocabulary=1000, context=2048
+    )
+    loaded = LoadedModel(random_model(decoder, placement, gain=4.0, seed=3), None, "check")
+    loaded.choose_attention(attention)
+    ids, tokens = Ids(decoder.vocabulary), 4 if context.run.quick else 24
+    chunk, text = text_chunk(ids.fresh(20 if context.run.quick else 100)), ids.fresh(30)
+
+    def answer(engine: NativeEngine, policy: str) -> list[int]:
+        stream = engine.submit(request_of(prompt_of(chunk, text), policy, tokens))
+        return list(stream.result().token_ids)
+
+    with (
+        tempfile.TemporaryDirectory(prefix="mpic-report-") as folder,
+        Library.open(Path(folder, "l")) as library,
+    ):
+        # closing the engine writes unsaved chunks
+        with engine_for(loaded, 64 * PAGE, library.store) as engine:
+            expected = answer(engine, "full")
+            engine.compile(chunk).result()
+            found = [answer(engine, "reuse")]
+        with engine_for(loaded, 64 * PAGE, library.store) as engine:
+            found.append(answer(engine, "reuse"))
+    lengths = [len(answer) for answer in (expected, *found)]
+    if set(lengths) != {tokens}:
+        raise RuntimeError(f"answers of {lengths} tokens, not {tokens}")
+    return float(sum(a != b for answer in found for a, b in zip(expected, answer)))

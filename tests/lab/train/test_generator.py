@@ -1,0 +1,125 @@
+"""The generated world: seeded, split, spelled the same by the generator and by the chat template."""
+
+import random
+
+import numpy as np
+import pytest
+
+from mpic_lab.generator import (
+    EVAL_TASKS,
+    Conversation,
+    Document,
+    Generator,
+    Image,
+    Turn,
+    messages,
+    segments,
+    words,
+)
+from mpic_lab.generator.documents import reference_fact
+from mpic_lab.generator.mix import Mix
+
+
+def _spelled(conversation: Conversation) -> str:
+    return "".join("<image>" if s.kind == "image" else s.content for s in segments(conversation))
+
+
+def test_same_seed_same_conversations_and_pixels():
+    first, second = (
+        [s for _ in range(5) for s in segments(g.training(3, 6))] for g in (Generator(7), Generator(7))
+    )
+    assert len(first) == len(second)
+    assert all(
+        a.kind == b.kind and a.target == b.target and np.array_equal(a.content, b.content)
+        for a, b in zip(first, second, strict=True)
+    )
+    assert _spelled(Generator(8).training(3, 6)) != _spelled(Generator(7).training(3, 6))
+
+
+def test_evaluation_uses_names_handles_and_fillers_training_never_sees():
+    train, held_out = random.Random(0), random.Random(1)
+    for draw in (words.draw_people, words.draw_handles):
+        seen = {x for _ in range(200) for x in draw(train, 4, "train")}
+        assert seen.isdisjoint({x for _ in range(200) for x in draw(held_out, 4, "eval")})
+    assert set(words.fillers("train")).isdisjoint(words.fillers("eval"))
+
+
+@pytest.mark.parametrize("text", ["EIFFEL2025 Zürich 北京", "  two  spaces\n\ttabs ", "a<b> \x00 é"])
+def test_tokenizer_is_lossless(tokenizer, text):
+    assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
+
+
+def test_words_of_the_world_are_single_tokens(tokenizer):
+    everything = [*words.COLOURS, *words.SHAPES, *words.CITIES, *words.FIRST_NAMES, *words.NUMBERS]
+    everything += ["ASSISTANT:"]
+    assert all(len(tokenizer(f" {w}", add_special_tokens=False).input_ids) == 1 for w in everything)
+
+
+def test_template_and_training_give_the_same_ids(tokenizer):
+    generator = Generator(3, "eval")
+    for task in EVAL_TASKS:
+        conversation = generator.task(task, 3)
+        text = tokenizer.apply_chat_template(messages(conversation), tokenize=False)
+        assert text == _spelled(conversation)
+        alone = ["<image>" if s.kind == "image" else s.content for s in segments(conversation)]
+        ids = [i for piece in alone for i in tokenizer(piece, add_special_tokens=False).input_ids]
+        assert ids == tokenizer(text, add_special_tokens=False).input_ids
+
+
+def test_chunks_are_named_before_and_after_and_counted_per_kind():
+    pixels = np.zeros((64, 64, 3), np.uint8)
+    turns = [
+        Turn([Image(pixels), Document("Text."), Image(pixels, "LUMA7"), "Why?"], "yes"),
+        Turn([Image(pixels), "And?"], "7", "code of lamp", [Document("The code of the lamp is 7.")]),
+    ]
+    assert _spelled(Conversation(turns, system="Be short.")) == (
+        "<s> Be short. USER: image one:<image> end of image one. document one:Text. end of document one."
+        " image LUMA7:<image> end of image LUMA7. Why? ASSISTANT: yes</s>"
+        " USER: image three:<image> end of image three. And? ASSISTANT:<search> code of lamp</search>"
+        " reference one:The code of the lamp is 7. end of reference one. 7</s>"
+    )
+
+
+def test_every_task_is_answerable_at_every_size_and_documents_are_40_to_120_tokens(tokenizer):
+    generator = Generator(11, "eval")
+    for task in EVAL_TASKS:
+        for count in (1, 2, 8):
+            turn = generator.task(task, count).turns[0]
+            assert turn.answer and turn.user
+            for part in turn.user:
+                if isinstance(part, Document):
+                    assert 40 <= len(tokenizer(part.text, add_special_tokens=False).input_ids) <= 120
+
+
+def test_chunks_may_all_be_of_one_kind():
+    generator = Generator(6)
+    for _ in range(20):
+        subjects = [item.about for item in generator.context(8, Mix(alike=1.0))]
+        assert len({(type(about), getattr(about, "kind", "")) for about in subjects}) == 1
+    mixed = [{type(i.about).__name__ for i in generator.context(8, Mix())} for _ in range(20)]
+    assert sum(len(kinds) > 1 for kinds in mixed) > 15
+
+
+def test_a_search_may_find_references_besides_and_only_one_of_them_answers():
+    generator = Generator(5)
+    for kind in ("person", "thing"):
+        for _ in range(50):
+            turn = generator.search([], kind, others=4)
+            texts = [reference.text for reference in turn.references]
+            attribute, subject = turn.query.split(" of ")
+            right = reference_fact(attribute, subject, turn.answer)
+            assert texts.count(right) == 1 and len(set(texts)) == len(texts) > 2
+            assert len([t for t in texts if subject in t and turn.answer in t]) == 1
+    counts = {len(generator.search([], "picture", others=n).references) for n in (0, 3)}
+    assert counts == {1, 4}
+
+
+def test_references_never_contradict_each_other_nor_the_documents_of_the_prompt():
+    generator, library = Generator(6), {}
+    needles = generator.context_of(["needle"] * 8, Mix(), named=False)
+    told = {f"The code of the {thing} is" for item in needles for thing in item.about.facts}
+    for _ in range(60):
+        for reference in generator.search(needles, "thing", 4, library).references:
+            code = reference.text.rstrip(".").split()[-1]
+            assert not any(reference.text.startswith(sentence) for sentence in told)
+            assert library["code", reference.text.split()[4]] == code
