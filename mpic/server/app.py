@@ -32,7 +32,7 @@ from mpic.server.routers import caches, chat, files, health, metrics, models, re
 from mpic.server.savings import SavingsLedger
 from mpic.server.state import State
 from mpic.version import VERSION
-from mpic.webui.sessions import COOKIE, COOKIE_VALUE
+from mpic.webui.visitors import COOKIE, COOKIE_VALUE
 
 if TYPE_CHECKING:
     from mpic.engine.base import Engine
@@ -105,7 +105,7 @@ def create_app(
     allowed = origins(config.server)
     app.add_middleware(HostGuard, keys=keys, names=config.server.hosts, origins=allowed)
     app.add_middleware(ResponseCounter, metrics=collected)
-    webui.mount(app, config)
+    app.state.page = webui.mount(app, config)
     if allowed:  # before the check of keys, which a browser does not send with a preflight request
         app.add_middleware(
             CORSMiddleware,
@@ -138,6 +138,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         closing.push_async_callback(_on_own_thread, state.savings.flush)
         closing.push_async_callback(_on_own_thread, state.retriever.close)
         closing.push_async_callback(app.state.background.stop)
+        closing.push_async_callback(app.state.page.close)
         # while compilations are still waited for
         closing.push_async_callback(_on_own_thread, state.engine.close)
         await app.state.background.start()

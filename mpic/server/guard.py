@@ -18,7 +18,7 @@ from mpic.http.hosts import host_name, is_address, is_loopback
 from mpic.keys import KeyStore
 
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
-UPLOADS = re.compile("POST /v1/(files|references)/?|PUT /v1/references/[^/]+/?")
+UPLOADS = re.compile("POST (/v1/(files|references)/?|/ui/gradio_api/upload)|PUT /v1/references/[^/]+/?")
 MULTIPART_SLACK = 1 << 20  # boundaries and the other form fields
 OPEN_BYTES = 64 << 10
 """Largest body of a request without a key. The only such body is the form of a login."""
