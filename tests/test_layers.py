@@ -98,13 +98,6 @@ def test_no_modules_import_each_other_in_a_circle():
     TopologicalSorter(imports()).prepare()  # raises CycleError, which names the modules
 
 
-def test_no_modules_of_the_page_import_each_other_in_a_circle():
-    files = sorted((ROOT / "webui" / "static").glob("*.js"))
-    graph = {file.name: re.findall(r"from '\./([\w-]+\.js)'", file.read_text("utf-8")) for file in files}
-    assert sum(map(len, graph.values())) > 50
-    TopologicalSorter(graph).prepare()
-
-
 @pytest.mark.parametrize("package", sorted(set().union(*LAYERS)))
 def test_a_package_imports_only_packages_below_it(package):
     level = next(i for i, layer in enumerate(LAYERS) if package in layer)

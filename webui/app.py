@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 
 from mpic.webui import about_events
 from mpic.webui.chat_events import ChatEvents
-from mpic.webui.events import Panel
+from mpic.webui.events import Box, Files, Panel
 from mpic.webui.gate import ROOT
 from mpic.webui.library_events import LibraryEvents
 from mpic.webui.uploads import Uploads
@@ -19,7 +19,13 @@ WAITING = 512
 """Events of all users that may wait."""
 QUIET: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
 RAW: dict[str, Any] = {**QUIET, "preprocess": False}
-"""Of events with files: Gradio would open what a browser names, and the page takes only what was sent to it."""
+"""Of events whose files are ours (``uploads.py``), not Gradio's."""
+TAKE = """(value) => {
+    const names = (value?.files || []).map((file) => file.path).join(' ');
+    if (names && names !== window.mpicTaken) document.querySelector('#take').click();
+    window.mpicTaken = names;
+}"""
+"""Adds files as soon as they are in the box; it changes twice when they come."""
 FONT = ["system-ui", "sans-serif"]
 
 
@@ -52,7 +58,7 @@ def mounted(uploads: Uploads) -> tuple[FastAPI, gr.Blocks]:
         auth_dependency=_user,
         allowed_paths=[],
         blocked_paths=["/"],
-        max_file_size=1,
+        max_file_size=uploads.most_bytes,
         show_error=False,
         ssr_mode=False,
         enable_monitoring=False,
@@ -99,7 +105,7 @@ def build(uploads: Uploads) -> gr.Blocks:
                     buttons=["copy"],
                     scale=1,
                 )
-                box = gr.MultimodalTextbox(
+                box = Box(
                     elem_id="box",
                     label="Your question",
                     show_label=False,
@@ -113,8 +119,8 @@ def build(uploads: Uploads) -> gr.Blocks:
                     policy = gr.Dropdown(label="Policy", allow_custom_value=True, elem_id="policy")
                     retrieval = gr.Dropdown(label="References", elem_id="retrieval")
                     press = gr.Dropdown(label="Compression", allow_custom_value=True, elem_id="press")
-            with gr.Tab("Library", id="library"):
-                add = gr.File(label="Add files", file_count="multiple", height=120, elem_id="add")
+            with gr.Tab("Library", id="library", render_children=True):
+                add = Files(label="Add files", file_count="multiple", height=120, elem_id="add")
                 listed = Panel("file", elem_id="library")
                 shown = gr.HTML(visible=False, elem_id="file", js_on_load=None)
                 file_id = gr.Textbox(visible=False)
@@ -124,12 +130,12 @@ def build(uploads: Uploads) -> gr.Blocks:
             with gr.Tab("References", id="references") as references_tab:
                 with gr.Row():
                     query = gr.Textbox(label="Search by words", elem_id="query", scale=2)
-                    similar = gr.File(
+                    similar = Files(
                         label="Search by a picture", file_count="single", height=120, elem_id="similar"
                     )
                 search = gr.Button("Search", variant="primary", elem_id="search")
                 with gr.Accordion("Add a reference", open=False, visible=False) as adding:
-                    new = gr.File(
+                    new = Files(
                         label="Image or text", file_count="single", height=120, elem_id="new-reference"
                     )
                     title = gr.Textbox(label="Title", max_length=200, elem_id="new-title")
@@ -187,9 +193,7 @@ def build(uploads: Uploads) -> gr.Blocks:
             bot.edit(chat.edit, [store, *pickers], turned, **RAW),
         ]
         for event in running:
-            event.then(chat.opened, [store], [bot, welcome], **QUIET).then(
-                library.refresh, None, [listed, timer], **QUIET
-            )
+            event.then(library.refresh, None, [listed, timer], **QUIET)
         bot.undo(chat.undo, [store], turned, **QUIET)
         bot.clear(
             None,
@@ -198,12 +202,12 @@ def build(uploads: Uploads) -> gr.Blocks:
             js="() => document.dispatchEvent(new CustomEvent('mpic-store', { detail: { do: 'new' } }))",
         )
         box.stop(chat.stopped, [store], turned, cancels=running, **QUIET)
-        store.opened(chat.opened, [store], [bot, welcome], **QUIET)
+        store.opened(chat.opened, [store], [bot], **QUIET)
         box.change(
             None,
             [box],
             None,
-            js="(value) => { if (value?.files?.length) document.querySelector('#take').click(); }",
+            js=TAKE,
         )
         take.click(chat.take, [box], [box], **RAW).then(library.refresh, None, [listed, timer], **QUIET)
 
@@ -218,12 +222,12 @@ def build(uploads: Uploads) -> gr.Blocks:
 
         money = [days, scope, price]
         gr.on(
-            [savings_tab.select, *(one.change for one in money)],
+            [savings_tab.select, *(one.input for one in money)],
             about_events.savings,
             money,
             [sums, bars, never],
             **QUIET,
         )
         gr.on([server.expand, again.click], about_events.figures, None, [figures], **QUIET)
-        gr.on([one.change for one in pickers], about_events.keep, [settings, *pickers], [settings], **QUIET)
+        gr.on([one.input for one in pickers], about_events.keep, [settings, *pickers], [settings], **QUIET)
     return page

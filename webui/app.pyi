@@ -42,7 +42,6 @@ class Store(gr.HTML):
         from gradio.components import Timer
         from gradio.components.base import Component
 
-
 def mounted(uploads: Uploads) -> tuple[FastAPI, gr.Blocks]:
     """Returns the app, as the last route of an application that starts and ends it."""
     blocks = build(uploads)
@@ -70,16 +69,13 @@ def mounted(uploads: Uploads) -> tuple[FastAPI, gr.Blocks]:
     )
     return parent, blocks
 
-
 def _user(request: Request) -> str | None:
     """Returns the user whom the gate has let in."""
     visitor = getattr(request.state, "visitor", None)
     return visitor and visitor.user
 
-
 def _read(name: str) -> str:
     return (files("mpic.webui") / name).read_text(encoding="utf-8")
-
 
 def build(uploads: Uploads) -> gr.Blocks:
     """Returns the page, with its events."""

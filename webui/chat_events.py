@@ -150,14 +150,14 @@ class ChatEvents:
         return messages(open_page), open_page.model_dump(), idle()
 
     @told
-    async def opened(self, page: Any) -> tuple[Any, Any]:
-        """Shows the chat that the store has opened, and the samples while it is empty."""
+    async def opened(self, page: Any) -> Any:
+        """Shows the chat that the store has opened."""
         open_page = kept(page)
         for turn in open_page.chat.turns:  # the page was left meanwhile
             for run in (turn.answer, turn.again):
                 if run is not None and run.running:
                     run.state = "stopped"
-        return messages(open_page), gr.update(visible=not open_page.chat.turns)
+        return messages(open_page)
 
     @told
     async def take(self, value: Any, request: gr.Request) -> dict[str, Any]:

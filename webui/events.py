@@ -70,3 +70,26 @@ class Panel(gr.HTML):
 
     def get_block_name(self) -> str:
         return "html"
+
+
+class Raw:
+    """A component of files whose value reaches the events as the browser has sent it, as ``page.py`` leaves it."""
+
+    data_model = None
+
+    def api_info(self) -> dict[str, Any]:
+        return {"type": "object"}
+
+
+class Box(Raw, gr.MultimodalTextbox):
+    """The box of the question."""
+
+    def get_block_name(self) -> str:
+        return "multimodaltextbox"
+
+
+class Files(Raw, gr.File):
+    """A place for files."""
+
+    def get_block_name(self) -> str:
+        return "file"

@@ -13,20 +13,16 @@ from mpic.client import AsyncMPIC
 from mpic.http.errors import as_mpic_error
 from mpic.webui.visitors import Visitor
 
-
 def visitor_of(request: gr.Request) -> Visitor:
     """Returns the visitor whom the gate has found."""
     return request.request.state.visitor  # type: ignore[union-attr]
 
-
 def client_of(request: gr.Request) -> AsyncMPIC:
     return visitor_of(request).client
-
 
 def given(event: gr.EventData) -> dict[str, Any]:
     """Returns the data of a button in HTML, which can be anything."""
     return event._data if isinstance(event._data, dict) else {}
-
 
 def told(act: Callable[..., Any]) -> Callable[..., Any]:
     """Makes an event show its errors to the user: ours as they are, all others as an internal error."""
@@ -36,7 +32,6 @@ def told(act: Callable[..., Any]) -> Callable[..., Any]:
         return gr.Error(f"{known.message} [{known.code}]", title="That did not work", print_exception=False)
 
     if inspect.isasyncgenfunction(act):
-
         @functools.wraps(act)
         async def steps(*values: Any, **others: Any) -> Any:
             try:
@@ -76,3 +71,28 @@ class Panel(gr.HTML):
     if TYPE_CHECKING:
         from gradio.components import Timer
         from gradio.components.base import Component
+
+class Box(Raw, gr.MultimodalTextbox):
+    """The box of the question."""
+
+    def get_block_name(self) -> str:
+        return "multimodaltextbox"
+    from typing import Callable, Literal, Sequence, Any, TYPE_CHECKING
+    from gradio.blocks import Block
+    if TYPE_CHECKING:
+        from gradio.components import Timer
+        from gradio.components.base import Component
+
+    
+class Files(Raw, gr.File):
+    """A place for files."""
+
+    def get_block_name(self) -> str:
+        return "file"
+    from typing import Callable, Literal, Sequence, Any, TYPE_CHECKING
+    from gradio.blocks import Block
+    if TYPE_CHECKING:
+        from gradio.components import Timer
+        from gradio.components.base import Component
+
+    

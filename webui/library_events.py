@@ -53,7 +53,7 @@ class LibraryEvents:
                 file = await client.files.retrieve(id)
                 shown = parts.file_view(file, await self._text(client.files, file))
                 ask = f"Delete {file.handle or file.filename} and everything compiled from it?"
-                shown += f'<p class="mpic-row">{parts.button("Delete this file", "file", "remove", confirm=ask, id=id)}</p>'
+                shown += f'<p class="mpic-row">{parts.button("Delete this file", "file", "remove", "", ask, id=id)}</p>'
                 listed = await self._listed(client)
                 return (
                     *listed,

@@ -54,6 +54,7 @@ PICTURES = {
     b"GIF8": "image/gif",
     b"RIFF": "image/webp",
 }
+ICON = '<link rel="icon" href="data:image/svg+xml,%3Csvg xmlns=%22http://www.w3.org/2000/svg%22 viewBox=%220 0 8 8%22%3E%3Cpath d=%22M0 0h3v3H0zM5 0h3v3H5zM0 5h3v3H0zM5 5h3v3H5z%22 fill=%22%230f766e%22/%3E%3C/svg%3E">'
 PRIVATE = {"cache-control": "private, max-age=600", "vary": "Cookie"}
 
 
@@ -264,7 +265,8 @@ class Page:
                 f"{PENDING} events of this page are waiting; read their results first", retry_after=1
             )
         kept = ("event_data", "trigger_id")
-        return {**{k: body.get(k) for k in kept}, "data": data, "fn_index": index, "session_hash": session}
+        named = {name: body.get(name) for name in kept}
+        return {**named, "data": _without_files(data), "fn_index": index, "session_hash": session}
 
     def _check_cancel(self, user: str, body: dict[str, Any]) -> dict[str, Any]:
         """Returns a request to cancel an event of this user. Raises BadRequest, Forbidden, NotFound."""
@@ -319,6 +321,13 @@ def _picture_type(data: bytes) -> str:
     return next(
         (kind for begin, kind in PICTURES.items() if data.startswith(begin)), "application/octet-stream"
     )
+
+
+def _without_files(value: Any) -> Any:
+    """Returns a value in which Gradio sees no file: it opens, copies or downloads what an object with ``meta`` names."""
+    if isinstance(value, dict):
+        return {name: _without_files(one) for name, one in value.items() if name not in ("meta", "url")}
+    return [_without_files(one) for one in value] if isinstance(value, list) else value
 
 
 def _misleading(name: bytes) -> bool:

@@ -30,7 +30,7 @@ MOST_WORDS = 3000
 """Words of an answer that is compared word by word; longer ones are compared as a whole."""
 
 
-def button(text: str, to: str, do: str, label: str = "", confirm: str = "", **data: str) -> str:
+def button(text: str, to: str, do: str, label: str = "", confirm: str = "", /, **data: str) -> str:
     """Returns a button that sends an event with ``do`` and ``data`` to a part of the page (``page.js``).
 
     Args:

@@ -19,6 +19,7 @@ from mpic.api.resources import ErrorBody
 from mpic.config import Config, origins
 from mpic.http import errors
 from mpic.http.hosts import is_loopback
+from mpic.http.prefix import Prefix
 from mpic.keys import KeyStore
 from mpic.retriever import Embedder, Retriever
 from mpic.server import docs
@@ -116,6 +117,7 @@ def create_app(
             max_age=3600,
         )
     app.add_middleware(CookieFilter, name=COOKIE, value=COOKIE_VALUE)  # before the web interface, too
+    app.add_middleware(Prefix, root_path=config.server.root_path)
     return app
 
 
@@ -123,8 +125,8 @@ async def _docs(request: Request) -> HTMLResponse:
     return HTMLResponse(docs.page(request.app.openapi()), headers={"Content-Security-Policy": docs.CSP})
 
 
-async def _home() -> RedirectResponse:
-    return RedirectResponse("/ui")
+async def _home(request: Request) -> RedirectResponse:
+    return RedirectResponse(f"{request.scope.get('root_path', '')}/ui/")
 
 
 @asynccontextmanager
