@@ -10,7 +10,7 @@ import gradio as gr
 
 from mpic.errors import Forbidden, MPICError
 from mpic.webui import live, parts, policies
-from mpic.webui.chats import Chat, Kept, Wishes
+from mpic.webui.chats import OpenChat, StoredChat, Wishes
 from mpic.webui.events import client_of, told, visitor_of
 from mpic.webui.plots import plots
 from mpic.webui.samples import PARAMETERS, samples
@@ -37,7 +37,7 @@ async def load(settings: Any, request: gr.Request) -> tuple[Any, ...]:
     menu = policies.menu(list(health.policies), health.policy)
     presses = policies.press_menu(list(health.presses), health.press)
     retrieval = [(f"{name}: {about}", mode) for mode, (name, about) in policies.RETRIEVAL.items()]
-    page = Kept(user=visitor.user, chat=Chat(id="none"), ms_per_token=cost).model_dump()
+    page = OpenChat(user=visitor.user, chat=StoredChat(id="none"), ms_per_token=cost).model_dump()
     admin = gr.update(visible=visitor.role == "admin")
     return (
         page,

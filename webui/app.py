@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 
 from mpic.webui import about_events
 from mpic.webui.chat_events import ChatEvents
-from mpic.webui.events import Box, Files, Panel
+from mpic.webui.events import panel, with_own_uploads
 from mpic.webui.gate import ROOT
 from mpic.webui.library_events import LibraryEvents
 from mpic.webui.uploads import Uploads
@@ -27,20 +27,6 @@ TAKE = """(value) => {
 }"""
 """Adds files as soon as they are in the box; it changes twice when they come."""
 FONT = ["system-ui", "sans-serif"]
-
-
-class Store(gr.HTML):
-    """The chats of the browser; its value is a ``chats.Kept``. The script keeps and lists them."""
-
-    def __init__(self, **options: Any) -> None:
-        template = (
-            '<button type="button" class="mpic-button" data-act="new">New chat</button>'
-            '<p class="mpic-said" role="status"></p><ul class="mpic-chats" aria-label="chats"></ul>'
-        )
-        super().__init__(html_template=template, js_on_load=_read("store.js"), **options)
-
-    def get_block_name(self) -> str:
-        return "html"
 
 
 def mounted(uploads: Uploads) -> tuple[FastAPI, gr.Blocks]:
@@ -81,6 +67,13 @@ def _read(name: str) -> str:
     return (files("mpic.webui") / name).read_text(encoding="utf-8")
 
 
+STORE = (
+    '<button type="button" class="mpic-button" data-act="new">New chat</button>'
+    '<p class="mpic-said" role="status"></p><ul class="mpic-chats" aria-label="chats"></ul>'
+)
+"""The chats of the browser; ``store.js`` keeps and lists them. The value is a ``chats.OpenChat``."""
+
+
 def build(uploads: Uploads) -> gr.Blocks:
     """Returns the page, with its events."""
     chat, library = ChatEvents(uploads), LibraryEvents(uploads)
@@ -91,7 +84,7 @@ def build(uploads: Uploads) -> gr.Blocks:
         timer = gr.Timer(1.5, active=False)
         with gr.Sidebar(width=290):
             gr.HTML("<h1>MPIC</h1>", js_on_load=None)
-            store = Store(elem_id="store")
+            store = gr.HTML(html_template=STORE, js_on_load=_read("store.js"), elem_id="store")
             who = gr.HTML(js_on_load=None)
         with gr.Tabs() as tabs:
             with gr.Tab("Chat", id="chat", scale=1):
@@ -105,23 +98,28 @@ def build(uploads: Uploads) -> gr.Blocks:
                     buttons=["copy"],
                     scale=1,
                 )
-                box = Box(
-                    elem_id="box",
-                    label="Your question",
-                    show_label=False,
-                    placeholder="Ask about IMAGE#… or FILE#…; drop or paste files here",
-                    file_count="multiple",
-                    max_plain_text_length=100_000,
-                    autofocus=True,
+                box = with_own_uploads(
+                    gr.MultimodalTextbox(
+                        elem_id="box",
+                        label="Your question",
+                        show_label=False,
+                        placeholder="Ask about IMAGE#… or FILE#…; drop or paste files here",
+                        file_count="multiple",
+                        max_plain_text_length=100_000,
+                        autofocus=True,
+                    )
                 )
                 take = gr.Button("add", elem_id="take", visible="hidden")
+                stop = gr.Button("Stop", elem_id="stop", variant="stop", visible=False)
                 with gr.Row():
                     policy = gr.Dropdown(label="Policy", allow_custom_value=True, elem_id="policy")
                     retrieval = gr.Dropdown(label="References", elem_id="retrieval")
                     press = gr.Dropdown(label="Compression", allow_custom_value=True, elem_id="press")
             with gr.Tab("Library", id="library", render_children=True):
-                add = Files(label="Add files", file_count="multiple", height=120, elem_id="add")
-                listed = Panel("file", elem_id="library")
+                add = with_own_uploads(
+                    gr.File(label="Add files", file_count="multiple", height=120, elem_id="add")
+                )
+                listed = panel("file", elem_id="library")
                 shown = gr.HTML(visible=False, elem_id="file", js_on_load=None)
                 file_id = gr.Textbox(visible=False)
                 with gr.Row(visible=False) as naming:
@@ -130,18 +128,22 @@ def build(uploads: Uploads) -> gr.Blocks:
             with gr.Tab("References", id="references") as references_tab:
                 with gr.Row():
                     query = gr.Textbox(label="Search by words", elem_id="query", scale=2)
-                    similar = Files(
-                        label="Search by a picture", file_count="single", height=120, elem_id="similar"
+                    similar = with_own_uploads(
+                        gr.File(
+                            label="Search by a picture", file_count="single", height=120, elem_id="similar"
+                        )
                     )
                 search = gr.Button("Search", variant="primary", elem_id="search")
                 with gr.Accordion("Add a reference", open=False, visible=False) as adding:
-                    new = Files(
-                        label="Image or text", file_count="single", height=120, elem_id="new-reference"
+                    new = with_own_uploads(
+                        gr.File(
+                            label="Image or text", file_count="single", height=120, elem_id="new-reference"
+                        )
                     )
                     title = gr.Textbox(label="Title", max_length=200, elem_id="new-title")
                     description = gr.Textbox(label="Description", elem_id="new-description")
                     put = gr.Button("Add", variant="primary", elem_id="put")
-                found = Panel("ref", elem_id="references")
+                found = panel("ref", elem_id="references")
                 reference = gr.HTML(visible=False, elem_id="reference", js_on_load=None)
             with gr.Tab("Savings", id="savings") as savings_tab:
                 with gr.Row():
@@ -181,7 +183,7 @@ def build(uploads: Uploads) -> gr.Blocks:
                     again = gr.Button("Refresh")
                     figures = gr.HTML(js_on_load=None)
         pickers = [policy, press, retrieval, system, temperature, length]
-        turned = [bot, store, box]
+        turned = [bot, store, box, stop]
         filled = [store, who, policy, press, retrieval, system, temperature, length, welcome, table]
         page.load(about_events.load, [settings], [*filled, adding, scope, server], **QUIET)
         page.load(library.refresh, None, [listed, timer], **QUIET)
@@ -201,7 +203,7 @@ def build(uploads: Uploads) -> gr.Blocks:
             None,
             js="() => document.dispatchEvent(new CustomEvent('mpic-store', { detail: { do: 'new' } }))",
         )
-        box.stop(chat.stopped, [store], turned, cancels=running, **QUIET)
+        stop.click(chat.stopped, [store], turned, cancels=running, **QUIET)
         store.opened(chat.opened, [store], [bot], **QUIET)
         box.change(
             None,

@@ -11,7 +11,7 @@ from mpic.client import AsyncMPIC
 from mpic.client.types import File
 from mpic.errors import HandleTaken, MPICError, UnknownPolicy
 from mpic.link import parse_policy
-from mpic.webui.chats import Chat, Cited, Facts, Run, Search, Turn, Wishes
+from mpic.webui.chats import Cited, Facts, SearchMade, StoredAnswer, StoredChat, StoredTurn, Wishes
 from mpic.webui.uploads import Sent
 
 HANDLE = re.compile(r"(?<![A-Za-z0-9_])(IMAGE|FILE)#([A-Za-z0-9_.\-]+)")
@@ -67,7 +67,7 @@ def named_files(text: str, files: dict[str, File]) -> dict[str, str]:
     return {name: files[name].id for name in names if name in files}
 
 
-def with_handles_of_now(turn: Turn, files: dict[str, File]) -> str:
+def with_handles_of_now(turn: StoredTurn, files: dict[str, File]) -> str:
     """Returns the question of an earlier turn with the handles that its files have now. A file that is gone leaves its
     plain name, because the server refuses its handle, or another file has it by now."""
     handles = {file.id: name for name, file in files.items()}
@@ -90,7 +90,9 @@ def _name(word: str, known: Any) -> str:
     return name
 
 
-def messages(chat: Chat, asked: Turn, wishes: Wishes, files: dict[str, File]) -> list[dict[str, Any]]:
+def messages(
+    chat: StoredChat, asked: StoredTurn, wishes: Wishes, files: dict[str, File]
+) -> list[dict[str, Any]]:
     """Returns the conversation up to a turn, as the API takes it."""
     found = [{"role": "system", "content": wishes.system}] if wishes.system else []
     for turn in chat.turns:
@@ -120,7 +122,9 @@ def options(wishes: Wishes) -> dict[str, Any]:
     }
 
 
-async def answer(client: AsyncMPIC, chat: Chat, turn: Turn, run: Run) -> AsyncIterator[None]:
+async def answer(
+    client: AsyncMPIC, chat: StoredChat, turn: StoredTurn, run: StoredAnswer
+) -> AsyncIterator[None]:
     """Fills in a run of a turn; yields whenever it is to be shown. Closing the iterator ends the server's work."""
     shown = time.monotonic()
     try:
@@ -144,7 +148,7 @@ async def answer(client: AsyncMPIC, chat: Chat, turn: Turn, run: Run) -> AsyncIt
         run.state = "done"
         if stream.usage is not None:
             run.policy, run.facts = stream.usage.mpic.policy, Facts.of(stream.usage)
-            run.searches = [Search.of(made) for made in stream.usage.mpic.retrieval or ()]
+            run.searches = [SearchMade.of(made) for made in stream.usage.mpic.retrieval or ()]
     except MPICError as error:
         run.state, run.error = (
             "failed",

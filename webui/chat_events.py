@@ -15,7 +15,7 @@ import pydantic
 from mpic.client import AsyncMPIC
 from mpic.errors import BadRequest, HandleTaken
 from mpic.webui.asking import add_file, answer, by_handle, mention, own_files
-from mpic.webui.chats import Chat, Kept, Run, Turn, Wishes, kept, now
+from mpic.webui.chats import OpenChat, StoredAnswer, StoredChat, StoredTurn, Wishes, now, open_chat
 from mpic.webui.events import client_of, given, told
 from mpic.webui.parts import below, compared
 from mpic.webui.samples import sample_files, samples
@@ -25,11 +25,11 @@ WAIT = 20.0
 """Seconds that a sample question waits for its files; what is not compiled then, the answer compiles."""
 TITLE = 60
 MENTIONS = re.compile(r"^(?:(?:IMAGE|FILE)#\S+\s+)+")
-Shown = tuple[Any, Any, Any]
-"""The chat, the store, and the box of the question."""
+Shown = tuple[Any, Any, Any, Any]
+"""The chat, the store, the box of the question, and the button that stops an answer."""
 
 
-def messages(page: Kept) -> list[dict[str, Any]]:
+def messages(page: OpenChat) -> list[dict[str, Any]]:
     """Returns the turns of a chat as Gradio's chatbot shows them."""
     found: list[dict[str, Any]] = []
     for turn in page.chat.turns:
@@ -59,10 +59,13 @@ def wishes(*values: Any) -> Wishes:
         raise BadRequest(f"{first['loc'][0]}: {first['msg']}", param=str(first["loc"][0])) from None
 
 
-def idle(value: str | None = None) -> dict[str, Any]:
-    """Returns the box of the question while nothing is answered; None leaves what is in it."""
-    text = {} if value is None else {"value": {"text": value, "files": []}}
-    return gr.update(submit_btn=True, stop_btn=False, **text)
+def question(text: str) -> dict[str, Any]:
+    """Returns the value of the box with this text."""
+    return {"text": text, "files": []}
+
+
+def stop_button(shown: bool) -> dict[str, Any]:
+    return gr.update(visible=shown)
 
 
 class ChatEvents:
@@ -73,7 +76,7 @@ class ChatEvents:
 
     @told
     async def ask(self, value: Any, page: Any, request: gr.Request, *pickers: Any) -> AsyncIterator[Shown]:
-        open_page, run = kept(page), Run(wishes=wishes(*pickers))
+        open_page, run = open_chat(page), StoredAnswer(wishes=wishes(*pickers))
         text = await self._with_files(client_of(request), value, request)
         if not text.strip():
             raise BadRequest("write a question first", param="question")
@@ -85,12 +88,12 @@ class ChatEvents:
         self, page: Any, event: gr.EventData, request: gr.Request, *pickers: Any
     ) -> AsyncIterator[Shown]:
         """Does what a button in the chat says."""
-        open_page, client, wanted = kept(page), client_of(request), given(event)
+        open_page, client, wanted = open_chat(page), client_of(request), given(event)
         chat = open_page.chat
         match wanted.get("do"):
             case "sample":
                 text = await self._prepare(client, str(wanted.get("id")))
-                async for shown in self._ask(client, open_page, text, Run(wishes=wishes(*pickers))):
+                async for shown in self._ask(client, open_page, text, StoredAnswer(wishes=wishes(*pickers))):
                     yield shown
             case "again":
                 async for shown in self._answer_again(
@@ -101,19 +104,19 @@ class ChatEvents:
                 turn = chat.turn(str(wanted.get("turn")))
                 # the options of the first answer; a press would have no effect
                 without = turn.answer.wishes.model_copy(update={"policy": "full", "press": ""})
-                turn.again = Run(wishes=without)
+                turn.again = StoredAnswer(wishes=without)
                 async for shown in self._run(client, open_page, turn, turn.again):
                     yield shown
             case "delete":
                 chat.remove(chat.turn(str(wanted.get("turn"))))
-                yield messages(open_page), open_page.model_dump(), gr.skip()
+                yield messages(open_page), open_page.model_dump(), gr.skip(), gr.skip()
             case other:
                 raise BadRequest(f"no such action: {str(other)[:80]}", param="do")
 
     @told
     async def retry(self, page: Any, request: gr.Request, *pickers: Any) -> AsyncIterator[Shown]:
         """Answers the last question again."""
-        open_page = kept(page)
+        open_page = open_chat(page)
         last = _last(open_page.chat)
         async for shown in self._answer_again(client_of(request), open_page, last, pickers):
             yield shown
@@ -123,7 +126,7 @@ class ChatEvents:
         self, page: Any, event: gr.EditData, request: gr.Request, *pickers: Any
     ) -> AsyncIterator[Shown]:
         """Asks a question in other words."""
-        open_page, index = kept(page), event.index
+        open_page, index = open_chat(page), event.index
         number = index[0] if isinstance(index, list | tuple) else index
         turn = _turn_at(open_page, number)
         turn.question = str(event.value).strip() or turn.question
@@ -133,26 +136,26 @@ class ChatEvents:
     @told
     async def undo(self, page: Any) -> Shown:
         """Takes the last question back into the box."""
-        open_page = kept(page)
+        open_page = open_chat(page)
         last = _last(open_page.chat)
         open_page.chat.remove(last)
-        return messages(open_page), open_page.model_dump(), idle(last.question)
+        return messages(open_page), open_page.model_dump(), question(last.question), gr.skip()
 
     @told
     async def stopped(self, page: Any) -> Shown:
         """Marks as stopped what was being answered."""
-        open_page = kept(page)
+        open_page = open_chat(page)
         for turn in open_page.chat.turns:
             for run in (turn.answer, turn.again):
                 if run is not None and run.running:
                     run.state = "stopped"
                     turn.touch()
-        return messages(open_page), open_page.model_dump(), idle()
+        return messages(open_page), open_page.model_dump(), gr.skip(), stop_button(False)
 
     @told
     async def opened(self, page: Any) -> Any:
         """Shows the chat that the store has opened."""
-        open_page = kept(page)
+        open_page = open_chat(page)
         for turn in open_page.chat.turns:  # the page was left meanwhile
             for run in (turn.answer, turn.again):
                 if run is not None and run.running:
@@ -163,7 +166,7 @@ class ChatEvents:
     async def take(self, value: Any, request: gr.Request) -> dict[str, Any]:
         """Adds the files in the box to the library, and writes their handles into the question."""
         text = await self._with_files(client_of(request), value, request)
-        return gr.update(value={"text": text, "files": []})
+        return question(text)
 
     async def _with_files(self, client: AsyncMPIC, value: Any, request: gr.Request) -> str:
         """Returns the text of the box with the handles of the files in it, which are in the library then."""
@@ -171,33 +174,35 @@ class ChatEvents:
         mentions = [mention(await add_file(client, one)) for one in sent]
         return " ".join([*(m for m in mentions if m not in text), text]) if mentions else text
 
-    async def _ask(self, client: AsyncMPIC, page: Kept, text: str, run: Run) -> AsyncIterator[Shown]:
+    async def _ask(
+        self, client: AsyncMPIC, page: OpenChat, text: str, run: StoredAnswer
+    ) -> AsyncIterator[Shown]:
         turns = page.chat.turns
         at = max(now(), turns[-1].at + 1 if turns else 0)
-        turn = Turn(id=secrets.token_hex(12), at=at, changed=at, question=text, answer=run)
+        turn = StoredTurn(id=secrets.token_hex(12), at=at, changed=at, question=text, answer=run)
         turns.append(turn)
         page.chat.title = page.chat.title or title(text)
         async for shown in self._run(client, page, turn, run, ""):
             yield shown
 
     async def _answer_again(
-        self, client: AsyncMPIC, page: Kept, turn: Turn, pickers: tuple[Any, ...]
+        self, client: AsyncMPIC, page: OpenChat, turn: StoredTurn, pickers: tuple[Any, ...]
     ) -> AsyncIterator[Shown]:
-        turn.answer, turn.again = Run(wishes=wishes(*pickers)), None
+        turn.answer, turn.again = StoredAnswer(wishes=wishes(*pickers)), None
         async for shown in self._run(client, page, turn, turn.answer):
             yield shown
 
     async def _run(
-        self, client: AsyncMPIC, page: Kept, turn: Turn, run: Run, value: str | None = None
+        self, client: AsyncMPIC, page: OpenChat, turn: StoredTurn, run: StoredAnswer, value: str | None = None
     ) -> AsyncIterator[Shown]:
         """Answers, and shows how the answer grows."""
         turn.touch()
-        clear = {} if value is None else {"value": {"text": value, "files": []}}
-        yield messages(page), page.model_dump(), gr.update(submit_btn=False, stop_btn=True, **clear)
+        box = gr.skip() if value is None else question(value)
+        yield messages(page), page.model_dump(), box, stop_button(True)
         async with aclosing(answer(client, page.chat, turn, run)) as steps:  # type: ignore[type-var]
             async for _ in steps:
-                yield messages(page), page.model_dump(), gr.skip()
-        yield gr.skip(), gr.skip(), idle()
+                yield messages(page), page.model_dump(), gr.skip(), gr.skip()
+        yield gr.skip(), gr.skip(), gr.skip(), stop_button(False)
 
     async def _prepare(self, client: AsyncMPIC, id: str) -> str:
         """Adds the files of a sample question, waits until they are compiled, and returns the question."""
@@ -246,18 +251,18 @@ def title(text: str) -> str:
     return f"{plain[: TITLE - 1]}…" if len(plain) > TITLE else plain
 
 
-def _last(chat: Chat) -> Turn:
+def _last(chat: StoredChat) -> StoredTurn:
     if not chat.turns:
         raise BadRequest("there is no question yet")
     return chat.turns[-1]
 
 
-def _turn_at(page: Kept, index: int) -> Turn:
+def _turn_at(page: OpenChat, index: int) -> StoredTurn:
     """Returns the turn whose question is a message of the chatbot. Raises BadRequest."""
     at = 0
     for turn in page.chat.turns:
         if at == index:
             return turn
-        one = Kept(chat=page.chat.model_copy(update={"turns": [turn]}))
+        one = OpenChat(chat=page.chat.model_copy(update={"turns": [turn]}))
         at += len(messages(one))
     raise BadRequest("this question is no longer in the chat")

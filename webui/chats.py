@@ -30,7 +30,7 @@ class Wishes(Part):
     length: int = Field(256, ge=1, le=1_000_000)
 
 
-class Span(Part):
+class TokenSpan(Part):
     """Tokens of the prompt, one after the other, that came from the same place (``usage.mpic.trace``)."""
 
     state: str
@@ -49,13 +49,13 @@ class Facts(Part):
     queue: float = 0.0
     load: float = 0.0
     link: float = 0.0
-    spans: list[Span] = []
+    spans: list[TokenSpan] = []
 
     @classmethod
     def of(cls, usage: Usage) -> Self:
         ours, trace = usage.mpic, usage.mpic.trace
         spans = [
-            Span(
+            TokenSpan(
                 state=s.state, tokens=s.end - s.start, kind=s.kind, label=s.label or "", file=s.file_id or ""
             )
             for s in (trace.spans if trace else ())
@@ -75,7 +75,7 @@ class Cited(Part):
     query: str = ""
 
 
-class Search(Part):
+class SearchMade(Part):
     """A search of the references."""
 
     query: str
@@ -86,7 +86,7 @@ class Search(Part):
         return cls(query=made.query, error=made.error)
 
 
-class Run(Part):
+class StoredAnswer(Part):
     """One answer to a question."""
 
     wishes: Wishes = Wishes()
@@ -96,14 +96,14 @@ class Run(Part):
     policy: str = ""
     facts: Facts | None = None
     cited: list[Cited] = []
-    searches: list[Search] = []
+    searches: list[SearchMade] = []
 
     @property
     def running(self) -> bool:
         return self.state in ("waiting", "writing")
 
 
-class Turn(Part):
+class StoredTurn(Part):
     """A question with its answer, and the answer without reuse if one was asked for.
 
     Attributes:
@@ -117,14 +117,14 @@ class Turn(Part):
     changed: int = 0
     question: str = ""
     files: dict[str, str] = {}
-    answer: Run = Run()
-    again: Run | None = None
+    answer: StoredAnswer = StoredAnswer()
+    again: StoredAnswer | None = None
 
     def touch(self) -> None:
         self.changed = max(now(), self.changed + 1)
 
 
-class Chat(Part):
+class StoredChat(Part):
     """A chat.
 
     Attributes:
@@ -134,33 +134,33 @@ class Chat(Part):
     id: str = ID
     title: str = ""
     updated: int = 0
-    turns: list[Turn] = []
+    turns: list[StoredTurn] = []
     removed: dict[str, int] = {}
 
-    def turn(self, id: str) -> Turn:
+    def turn(self, id: str) -> StoredTurn:
         """Returns a turn. Raises BadRequest if there is none of this id."""
         found = next((turn for turn in self.turns if turn.id == id), None)
         if found is None:
             raise BadRequest("this turn is no longer in the chat", param="turn")
         return found
 
-    def remove(self, turn: Turn) -> None:
+    def remove(self, turn: StoredTurn) -> None:
         self.removed[turn.id] = max(now(), turn.changed)
         self.turns.remove(turn)
 
 
-class Kept(Part):
+class OpenChat(Part):
     """The value of the page's store: whose it is, the open chat, and what a prompt token costs on this server."""
 
     user: str = ""
-    chat: Chat
+    chat: StoredChat
     ms_per_token: float | None = None
 
 
-def kept(value: Any) -> Kept:
+def open_chat(value: Any) -> OpenChat:
     """Returns the value that a browser has sent. Raises BadRequest if it is none."""
     try:
-        return Kept.model_validate(value)
+        return OpenChat.model_validate(value)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

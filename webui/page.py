@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from importlib.resources import files
 from typing import TYPE_CHECKING, Annotated, Any
+from weakref import WeakValueDictionary
 
 from fastapi import Cookie, FastAPI, Form, Request
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, RedirectResponse, Response
@@ -27,7 +28,6 @@ from mpic.http.body import parse
 from mpic.http.hosts import is_loopback
 from mpic.keys import LOGIN_SECONDS
 from mpic.library import thumbnail
-from mpic.webui.gate import ROOT
 from mpic.webui.plots import plot
 from mpic.webui.uploads import MOST, Uploads
 from mpic.webui.visitors import COOKIE, Logins, Visitor
@@ -74,6 +74,7 @@ class Page:
         self._gradio: ASGIApp | None = None
         self._blocks: gradio.Blocks | None = None
         self._running = AsyncExitStack()
+        self._pictures: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._sessions: OrderedDict[str, str] = OrderedDict()  # session -> user, least recently used first
         self._events: dict[str, Callable[..., Any]] = {
             "/gradio_api/queue/join": self._check_join,
@@ -172,7 +173,7 @@ class Page:
 
         @app.get("/thumbs/{id}")
         async def thumb(id: str, request: Request) -> Response:
-            data = await _original(_visitor(request), id)
+            data = await self._original(_visitor(request), id)
             try:
                 shrink = {"side": SIDE, "least": SIDE // 2, "transparent": True}
                 png = await asyncio.to_thread(thumbnail, data, **shrink)
@@ -182,7 +183,7 @@ class Page:
 
         @app.get("/originals/{id}")
         async def original(id: str, request: Request) -> Response:
-            data = await _original(_visitor(request), id)
+            data = await self._original(_visitor(request), id)
             return Response(data, media_type=_picture_type(data), headers=PRIVATE)
 
         @app.get("/plots/{name}.png")
@@ -194,6 +195,16 @@ class Page:
 
         app.mount("/", self._to_gradio)
         return app
+
+    async def _original(self, visitor: Visitor, id: str) -> bytes:
+        """Returns the bytes of a file of this user, or of a reference. Raises NotFound.
+
+        One after the other for each user: a page shows many pictures at once, and a key may allow one request at a time.
+        """
+        collection = visitor.client.references if id.startswith("ref_") else visitor.client.files
+        lock = self._pictures.setdefault(visitor.user, asyncio.Lock())
+        async with lock:
+            return await collection.content(id)
 
     # ---- Gradio
 
@@ -211,7 +222,10 @@ class Page:
         if path == "/gradio_api/queue/data":
             self._claim(user, Request(scope).query_params.get("session_hash"))
         elif path in self._events:
-            body = parse(await Request(scope, receive).body())
+            try:
+                body = parse(await Request(scope, receive).body())
+            except ValueError as error:
+                raise BadRequest(f"the body cannot be read: {error}") from None
             if not isinstance(body, dict):
                 raise BadRequest("the body is not an object")
             replaced = json.dumps(self._events[path](user, body)).encode()
@@ -308,12 +322,6 @@ def _root(request: Request) -> str:
 
 def _visitor(request: Request) -> Visitor:
     return request.state.visitor
-
-
-async def _original(visitor: Visitor, id: str) -> bytes:
-    """Returns the bytes of a file of this user, or of a reference. Raises NotFound."""
-    kept = visitor.client.references if id.startswith("ref_") else visitor.client.files
-    return await kept.content(id)
 
 
 def _picture_type(data: bytes) -> str:

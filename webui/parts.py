@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from mpic.client.types import File, Reference, ReferenceHit, Savings
-from mpic.webui.chats import Facts, Run, Span, Turn
+from mpic.webui.chats import Facts, StoredAnswer, StoredTurn, TokenSpan
 
 STATES = {
     "device": "reused from the device",
@@ -75,7 +75,7 @@ def factor(times: float) -> str:
     return f"{times:.1f}× sooner" if times >= 1 else f"{1 / times:.1f}× later"
 
 
-def line(turn: Turn, ms_per_token: float | None) -> str:
+def line(turn: StoredTurn, ms_per_token: float | None) -> str:
     """Returns the figures of an answer in one line: first token, share that was reused, how much sooner."""
     facts = turn.answer.facts
     assert facts is not None
@@ -118,14 +118,14 @@ def strip(facts: Facts, scale: float) -> str:
     )
 
 
-def _cell(span: Span) -> str:
+def _cell(span: TokenSpan) -> str:
     what = "text" if span.kind == "text" else f"{span.kind} {span.label}"
     title = f"{what}: {span.tokens} tokens, {STATES.get(span.state, span.state)}"
     look = f"flex-grow:{span.tokens}"
     return f'<span class="s-{escape(span.state)}" style="{look}" title="{escape(title)}"></span>'
 
 
-def _block(spans: Sequence[Span]) -> str:
+def _block(spans: Sequence[TokenSpan]) -> str:
     first, tokens = spans[0], sum(span.tokens for span in spans)
     kinds: dict[str, int] = {}
     for span in spans:
@@ -150,7 +150,7 @@ def marked(one: str, other: str) -> str:
     return found
 
 
-def compared(turn: Turn) -> str:
+def compared(turn: StoredTurn) -> str:
     """Returns the answers with and without reuse side by side, and what the comparison shows."""
     assert turn.again is not None
     one, two = turn.answer, turn.again
@@ -179,14 +179,14 @@ def compared(turn: Turn) -> str:
     return f'{verdict}<div class="mpic-two">{sides}</div>'
 
 
-def problem(run: Run) -> str:
+def problem(run: StoredAnswer) -> str:
     """Returns why an answer is not complete, if it is not."""
     if run.state == "failed":
         return f'<p class="mpic-error" role="alert"><b>No answer.</b> {escape(run.error)}</p>'
     return '<p class="mpic-hint">Stopped.</p>' if run.state == "stopped" else ""
 
 
-def searches(run: Run) -> str:
+def searches(run: StoredAnswer) -> str:
     """Returns what was looked up for an answer and what was found."""
     if run.wishes.retrieval == "off" or run.state != "done":
         return ""
@@ -207,7 +207,7 @@ def searches(run: Run) -> str:
     return found
 
 
-def below(turn: Turn, ms_per_token: float | None) -> str:
+def below(turn: StoredTurn, ms_per_token: float | None) -> str:
     """Returns what stands below an answer: what was looked up, its figures, and what can be done with it."""
     run, again = turn.answer, turn.again
     if run.running:

@@ -1,5 +1,5 @@
 // Keeps chats in this browser, each under its user and id in localStorage, and lists them. It runs in an HTML component
-// of Gradio's, whose value is what Python calls `Kept`; see webui/chats.py.
+// of Gradio's, whose value is what Python calls `OpenChat`; see webui/chats.py.
 const MOST = 100, SOON = 400;
 let user = null, saving = 0, asked = '';
 const prefix = () => `mpic-chat:${user}:`;

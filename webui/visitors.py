@@ -99,7 +99,6 @@ class ServedLogins:
                 "http://127.0.0.1",
                 "",
                 transport=AsyncInProcess(with_key if key else self._app),
-                max_retries=0,
                 local_files=False,
             )
             self._clients[name] = client

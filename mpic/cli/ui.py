@@ -20,7 +20,9 @@ PORT = 7860
 @app.command()
 def ui(
     url: Url = DEFAULT_URL,
-    port: Annotated[int, typer.Option(help="where the page listens, on this machine; 0: any free port")] = PORT,
+    port: Annotated[
+        int, typer.Option(help="where the page listens, on this machine; 0: any free port")
+    ] = PORT,
 ) -> None:
     """Serve the web interface of a server that runs elsewhere. (Every server has the same page at /ui.)
 

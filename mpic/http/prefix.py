@@ -9,10 +9,10 @@ from mpic.config import ROOT_PATH
 from mpic.errors import BadRequest
 from mpic.http import errors
 
-HEADER = "X-Forwarded-Prefix"
+HEADER = "X-Forwarded-ProxyPrefix"
 
 
-class Prefix:
+class ProxyPrefix:
     """ASGI middleware that sets ``root_path``, from which links to other routes are made.
 
     A proxy may take the prefix off the path or leave it there. It is believed from anybody, unlike other forwarded
@@ -32,9 +32,15 @@ class Prefix:
             return await self.app(scope, receive, send)
         prefix = Headers(scope=scope).get(HEADER, "").rstrip("/") or self.root_path
         if prefix and not ROOT_PATH.fullmatch(prefix):
-            error = BadRequest(f"X-Forwarded-Prefix must be a path such as /mpic, not {prefix[:80]!r}", param=HEADER)
+            error = BadRequest(
+                f"X-Forwarded-ProxyPrefix must be a path such as /mpic, not {prefix[:80]!r}", param=HEADER
+            )
             return await errors.response(error)(scope, receive, send)
         if prefix:
-            path = scope["path"].removeprefix(prefix) if f"{scope['path']}/".startswith(f"{prefix}/") else scope["path"]
+            path = (
+                scope["path"].removeprefix(prefix)
+                if f"{scope['path']}/".startswith(f"{prefix}/")
+                else scope["path"]
+            )
             scope = {**scope, "root_path": prefix, "path": path or "/"}
         await self.app(scope, receive, send)

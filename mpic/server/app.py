@@ -19,7 +19,7 @@ from mpic.api.resources import ErrorBody
 from mpic.config import Config, origins
 from mpic.http import errors
 from mpic.http.hosts import is_loopback
-from mpic.http.prefix import Prefix
+from mpic.http.prefix import ProxyPrefix
 from mpic.keys import KeyStore
 from mpic.retriever import Embedder, Retriever
 from mpic.server import docs
@@ -117,7 +117,7 @@ def create_app(
             max_age=3600,
         )
     app.add_middleware(CookieFilter, name=COOKIE, value=COOKIE_VALUE)  # before the web interface, too
-    app.add_middleware(Prefix, root_path=config.server.root_path)
+    app.add_middleware(ProxyPrefix, root_path=config.server.root_path)
     return app
 
 

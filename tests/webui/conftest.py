@@ -1,0 +1,94 @@
+"""One ``mpic serve`` on the small demo model and one browser for all tests, with pages that record their requests."""
+
+import time
+from contextlib import ExitStack
+from urllib.parse import urlsplit
+
+import pytest
+from browsing import Watched, find_browser, open_browser, serving
+from fake_engine import FakeEngine
+from server_helpers import chat_template
+from small_models import SMALL
+
+from mpic.config import Config
+from mpic.evals.demo import running_server
+from mpic.library import Library
+from mpic.server import create_app
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A browser of a module's tests, and not of more: while it is open Playwright's own loop runs, and no async test
+    can. `make test` installs one; a run without it says so."""
+    if find_browser() is None:
+        pytest.skip("no chromium on this machine: tools/get_chromium.sh says how to get it")
+    with open_browser() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory, browser):
+    """``mpic serve`` on the small demo model with an empty library, and the seconds until it listened."""
+    begun = time.monotonic()
+    with running_server(tmp_path_factory.mktemp("data"), str(SMALL)) as (url, _):
+        yield url, time.monotonic() - begun
+
+
+@pytest.fixture(scope="module")
+def demo_url(demo):
+    return demo[0]
+
+
+@pytest.fixture
+def open_page(browser):
+    """Opens pages; at the end none may have asked for anything beyond this machine, or complained unexpectedly.
+
+    ``context`` takes another page of the same browser profile.
+    """
+    contexts, watched = [], []
+
+    def opened(url, expected=(), context=None, ready=True, **options):
+        if context is None:
+            context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
+            contexts.append(context)
+            context.set_default_timeout(60_000)
+        page = context.new_page()
+        watched.append((Watched(page), expected))
+        page.goto(url)
+        if ready:
+            page.wait_for_selector("body[data-ready]")
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    for seen, expected in watched:
+        assert seen.left_loopback() == []
+        assert [c for c in seen.complaints if not any(e in c for e in expected)] == []
+
+
+class Fake:
+    """A server over an engine that computes nothing; it can be stopped and started again at the same address."""
+
+    def __init__(self, root):
+        self._root, self._stack, self._port = root, ExitStack(), 0
+        self.start()
+
+    def start(self):
+        self.engine = FakeEngine(context=8192, pool=8192, pause=0.01)
+        self.library = Library.open(self._root)
+        self.app = create_app(self.engine, self.library, chat_template(), Config())
+        self.keys = self.app.state.mpic.keys
+        self.base = self._stack.enter_context(serving(self.app, self._port))
+        self._port = urlsplit(self.base).port
+        self.url = f"{self.base}/ui/"
+
+    def stop(self):
+        self._stack.close()
+
+
+@pytest.fixture
+def fake(tmp_path, browser):
+    fake = Fake(tmp_path)
+    yield fake
+    fake.stop()
