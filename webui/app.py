@@ -85,6 +85,8 @@ def build(uploads: Uploads) -> gr.Blocks:
         with gr.Sidebar(width=290):
             gr.HTML("<h1>MPIC</h1>", js_on_load=None)
             store = gr.HTML(html_template=STORE, js_on_load=_read("store.js"), elem_id="store")
+            gr.HTML("<h2>Files</h2>", js_on_load=None)
+            listed = panel("file", elem_id="library")
             who = gr.HTML(js_on_load=None)
         with gr.Tabs() as tabs:
             with gr.Tab("Chat", id="chat", scale=1):
@@ -115,11 +117,10 @@ def build(uploads: Uploads) -> gr.Blocks:
                     policy = gr.Dropdown(label="Policy", allow_custom_value=True, elem_id="policy")
                     retrieval = gr.Dropdown(label="References", elem_id="retrieval")
                     press = gr.Dropdown(label="Compression", allow_custom_value=True, elem_id="press")
-            with gr.Tab("Library", id="library", render_children=True):
+            with gr.Tab("Library", id="library"):
                 add = with_own_uploads(
                     gr.File(label="Add files", file_count="multiple", height=120, elem_id="add")
                 )
-                listed = panel("file", elem_id="library")
                 shown = gr.HTML(visible=False, elem_id="file", js_on_load=None)
                 file_id = gr.Textbox(visible=False)
                 with gr.Row(visible=False) as naming:

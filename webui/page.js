@@ -10,6 +10,7 @@
     user = event.detail;
     const draft = localStorage.getItem(`mpic-draft:${user}`);
     if (draft && area() && !area().value) put(draft);
+    document.body.dataset.ready = user;
   });
 
   // ---- buttons in HTML
@@ -23,7 +24,7 @@
     if (!pressed) return;
     const { to, confirm: question, ...detail } = pressed.dataset;
     if (question && !confirm(question)) return;
-    if (to === 'box') { document.querySelector('#tab-chat-button, [role=tab]')?.click(); setTimeout(() => insert(detail.text), 50); return; }
+    if (to === 'box') { document.querySelector('[role=tab]')?.click(); setTimeout(() => insert(detail.text), 50); return; }
     document.dispatchEvent(new CustomEvent(`mpic-${to}`, { detail }));
   });
 

@@ -54,7 +54,6 @@ PICTURES = {
     b"GIF8": "image/gif",
     b"RIFF": "image/webp",
 }
-ICON = '<link rel="icon" href="data:image/svg+xml,%3Csvg xmlns=%22http://www.w3.org/2000/svg%22 viewBox=%220 0 8 8%22%3E%3Cpath d=%22M0 0h3v3H0zM5 0h3v3H5zM0 5h3v3H0zM5 5h3v3H5z%22 fill=%22%230f766e%22/%3E%3C/svg%3E">'
 PRIVATE = {"cache-control": "private, max-age=600", "vary": "Cookie"}
 
 
@@ -261,6 +260,7 @@ class Page:
         page = re.sub(
             r"<meta\s+(?:property|name)=\"(?:og|twitter):[^>]*>|<link rel=\"manifest\"[^>]*>", "", page
         )
+        page = page.replace("<head>", '<head><link rel="icon" href="data:,">', 1)  # or browsers ask for one at /
         headers = {"content-security-policy": POLICY.format(nonce), "cache-control": "no-store"}
         assert start is not None
         await HTMLResponse(page, start["status"], headers)(scope, receive, send)

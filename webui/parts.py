@@ -240,7 +240,7 @@ def library(files: Sequence[File]) -> str:
     """Returns the list of a user's files. Their handles are in it for the box of the question, too."""
     if not files:
         return (
-            '<p class="mpic-hint">No files yet. Drop some on the box of the question, or add them here.</p>'
+            '<p class="mpic-hint">No files yet. Drop some anywhere on the page.</p>'
         )
     return f'<ul class="mpic-cards">{"".join(_file(file) for file in files)}</ul>'
 

@@ -1,6 +1,5 @@
-"""One ``mpic serve`` on the small demo model and one browser for all tests, with pages that record their requests."""
+"""One browser for the tests of a module, with pages that record their requests."""
 
-import time
 from contextlib import ExitStack
 from urllib.parse import urlsplit
 
@@ -8,10 +7,8 @@ import pytest
 from browsing import Watched, find_browser, open_browser, serving
 from fake_engine import FakeEngine
 from server_helpers import chat_template
-from small_models import SMALL
 
 from mpic.config import Config
-from mpic.evals.demo import running_server
 from mpic.library import Library
 from mpic.server import create_app
 
@@ -24,19 +21,6 @@ def browser():
         pytest.skip("no chromium on this machine: tools/get_chromium.sh says how to get it")
     with open_browser() as browser:
         yield browser
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory, browser):
-    """``mpic serve`` on the small demo model with an empty library, and the seconds until it listened."""
-    begun = time.monotonic()
-    with running_server(tmp_path_factory.mktemp("data"), str(SMALL)) as (url, _):
-        yield url, time.monotonic() - begun
-
-
-@pytest.fixture(scope="module")
-def demo_url(demo):
-    return demo[0]
 
 
 @pytest.fixture
