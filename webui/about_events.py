@@ -125,8 +125,10 @@ def _policy_table(menu: list[dict[str, Any]]) -> str:
 
 
 @told
-async def keep(settings: Any, request: gr.Request, *values: Any) -> dict[str, Any]:
+async def keep(settings: Any, request: gr.Request, *values: Any) -> Any:
     """Returns the settings that the browser keeps, with those of this user as they are now."""
+    if values[0] is None:  # the page is not filled in yet
+        return gr.skip()
     known = settings if isinstance(settings, dict) else {}
     return {**known, visitor_of(request).user: dict(zip(Wishes.model_fields, values))}
 

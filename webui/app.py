@@ -225,12 +225,12 @@ def build(uploads: Uploads) -> gr.Blocks:
 
         money = [days, scope, price]
         gr.on(
-            [savings_tab.select, *(one.input for one in money)],
+            [savings_tab.select, *(one.change for one in money)],
             about_events.savings,
             money,
             [sums, bars, never],
             **QUIET,
         )
         gr.on([server.expand, again.click], about_events.figures, None, [figures], **QUIET)
-        gr.on([one.input for one in pickers], about_events.keep, [settings, *pickers], [settings], **QUIET)
+        gr.on([one.change for one in pickers], about_events.keep, [settings, *pickers], [settings], **QUIET)
     return page

@@ -155,12 +155,7 @@ class ChatEvents:
     @told
     async def opened(self, page: Any) -> Any:
         """Shows the chat that the store has opened."""
-        open_page = open_chat(page)
-        for turn in open_page.chat.turns:  # the page was left meanwhile
-            for run in (turn.answer, turn.again):
-                if run is not None and run.running:
-                    run.state = "stopped"
-        return messages(open_page)
+        return messages(open_chat(page))
 
     @told
     async def take(self, value: Any, request: gr.Request) -> dict[str, Any]:

@@ -23,7 +23,7 @@ ID = r"(?:file-[A-Za-z0-9]{1,64}|ref_[A-Za-z0-9_.-]{1,124})"
 NAME = r"(?!\.)[A-Za-z0-9_.-]{1,128}"
 ROUTES = re.compile(
     rf"GET (?:/?|/alive|/config|/theme\.css|/(?:assets|static)(?:/{NAME}){{1,6}}|/(?:thumbs|originals)/{ID}"
-    r"|/plots/[A-Za-z0-9_-]{1,100}\.png|/gradio_api/(?:info|queue/data|file=[A-Za-z0-9_-]{32}))"
+    r"|/plots/[A-Za-z0-9_-]{1,100}\.png|/gradio_api/(?:info|app_id|queue/data|upload_progress|file=[A-Za-z0-9_-]{32}))"
     r"|POST /gradio_api/(?:upload|cancel|queue/join)"
 )
 

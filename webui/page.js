@@ -10,6 +10,8 @@
     user = event.detail;
     const draft = localStorage.getItem(`mpic-draft:${user}`);
     if (draft && area() && !area().value) put(draft);
+    const side = document.querySelector('.sidebar.open .toggle-button');
+    if (side && matchMedia('(max-width: 768px)').matches) side.click();  // it would cover the chat
     document.body.dataset.ready = user;
   });
 

@@ -162,6 +162,11 @@ class Page:
                     names.append(await asyncio.to_thread(self.uploads.add, user, name, file.file))
                 return names
 
+        @app.get("/gradio_api/upload_progress")
+        def progress() -> Response:
+            """Ends the bar of an upload at once: the browser's own request is the upload."""
+            return Response('data: {"msg": "done"}\n\n', media_type="text/event-stream")
+
         @app.get("/gradio_api/file={token}")
         async def uploaded(token: str, request: Request) -> Response:
             """Returns a picture that this user has just sent, which the question's box shows."""
@@ -227,8 +232,10 @@ class Page:
                 raise BadRequest(f"the body cannot be read: {error}") from None
             if not isinstance(body, dict):
                 raise BadRequest("the body is not an object")
-            replaced = json.dumps(self._events[path](user, body)).encode()
-            receive = _once(replaced)
+            checked = self._events[path](user, body)
+            if checked is None:
+                return await JSONResponse({"success": True})(scope, receive, send)
+            receive = _once(json.dumps(checked).encode())
         await self._gradio(scope, receive, send)
 
     async def _start(self) -> ASGIApp:
@@ -260,7 +267,9 @@ class Page:
         page = re.sub(
             r"<meta\s+(?:property|name)=\"(?:og|twitter):[^>]*>|<link rel=\"manifest\"[^>]*>", "", page
         )
-        page = page.replace("<head>", '<head><link rel="icon" href="data:,">', 1)  # or browsers ask for one at /
+        page = page.replace(
+            "<head>", '<head><link rel="icon" href="data:,">', 1
+        )  # or browsers ask for one at /
         headers = {"content-security-policy": POLICY.format(nonce), "cache-control": "no-store"}
         assert start is not None
         await HTMLResponse(page, start["status"], headers)(scope, receive, send)
@@ -282,15 +291,15 @@ class Page:
         named = {name: body.get(name) for name in kept}
         return {**named, "data": _without_files(data), "fn_index": index, "session_hash": session}
 
-    def _check_cancel(self, user: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Returns a request to cancel an event of this user. Raises BadRequest, Forbidden, NotFound."""
+    def _check_cancel(self, user: str, body: dict[str, Any]) -> dict[str, Any] | None:
+        """Returns a request to cancel an event of this page; None if it runs no such event. Raises as ``_claim``."""
         assert self._blocks is not None
         session, event, index = (body.get(name) for name in ("session_hash", "event_id", "fn_index"))
         self._claim(user, session)
         if type(index) is not int or event not in self._blocks._queue.pending_event_ids_session.get(
             session, ()
         ):
-            raise NotFound("no such event is running on this page")
+            return None
         return {"session_hash": session, "event_id": event, "fn_index": index}
 
     def _claim(self, user: str, session: Any) -> None:

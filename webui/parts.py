@@ -225,7 +225,7 @@ def below(turn: StoredTurn, ms_per_token: float | None) -> str:
     if run.state == "done" and not (again and again.running):
         once = "Compare once more" if again else "Compare"
         buttons.append(
-            button(once, "chat", "compare", "Answer again without reuse, side by side", turn=turn.id)
+            button(once, "chat", "compare", f"{once}: answer again without reuse, side by side", turn=turn.id)
         )
     if not (again and again.running):
         buttons.append(button("Answer again", "chat", "again", turn=turn.id))
@@ -239,9 +239,7 @@ def below(turn: StoredTurn, ms_per_token: float | None) -> str:
 def library(files: Sequence[File]) -> str:
     """Returns the list of a user's files. Their handles are in it for the box of the question, too."""
     if not files:
-        return (
-            '<p class="mpic-hint">No files yet. Drop some anywhere on the page.</p>'
-        )
+        return '<p class="mpic-hint">No files yet. Drop some anywhere on the page.</p>'
     return f'<ul class="mpic-cards">{"".join(_file(file) for file in files)}</ul>'
 
 

@@ -1,7 +1,7 @@
 // Keeps chats in this browser, each under its user and id in localStorage, and lists them. It runs in an HTML component
 // of Gradio's, whose value is what Python calls `OpenChat`; see webui/chats.py.
 const MOST = 100, SOON = 400;
-let user = null, saving = 0, asked = '';
+let user = null, saving = 0, answering = false;  // whether this tab is answering
 const prefix = () => `mpic-chat:${user}:`;
 const openKey = () => `mpic-open:${user}`;
 const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(12)), (n) => n.toString(16).padStart(2, '0')).join('');
@@ -26,7 +26,9 @@ const merge = (chat, kept) => {
   return news;
 };
 
-const running = (chat) => chat.turns.some((turn) => [turn.answer, turn.again].some((run) => ['waiting', 'writing'].includes(run?.state)));
+const runs = (chat) => chat.turns.flatMap((turn) => [turn.answer, turn.again]).filter((run) => ['waiting', 'writing'].includes(run?.state));
+/** A chat that is opened, perhaps after the page was left meanwhile. If another tab answers, that will bring it on. */
+const atRest = (chat) => { for (const run of runs(chat)) run.state = 'stopped'; return chat; };
 const write = (chat) => {
   for (;;) {
     try { return localStorage.setItem(prefix() + chat.id, JSON.stringify(chat)); } catch (error) {
@@ -53,7 +55,7 @@ const save = () => {
     say(`This browser keeps ${MOST} chats; the oldest, “${old.title}”, was removed.`);
   }
   show();
-  if (news && !running(chat)) open(chat);
+  if (news && !answering) open(chat);
 };
 
 const open = (chat) => {
@@ -73,7 +75,7 @@ const fileName = (chat) => chat.title.replace(/[^\w-]+/g, '-').slice(0, 60) || '
 
 const actions = {
   new: () => open(fresh()),
-  open: (id) => { const chat = load(id); if (chat) open(chat); },
+  open: (id) => { const chat = load(id); if (chat) open(atRest(chat)); },
   rename: (id) => {
     const chat = load(id), title = prompt('Title of the chat', chat.title);
     if (!title) return;
@@ -124,7 +126,7 @@ document.addEventListener('mpic-chat', (event) => trigger('act', event.detail));
 addEventListener('storage', (event) => {  // another tab has changed something
   if (user === null || !event.key?.startsWith(prefix())) return;
   const { chat } = props.value, kept = load(chat.id);
-  if (kept && !running(chat) && merge(chat, kept)) open(chat); else show();
+  if (kept && !answering && merge(chat, kept)) open(chat); else show();
 });
 addEventListener('pagehide', () => { if (saving) save(); });
 watch('value', () => {
@@ -132,7 +134,8 @@ watch('value', () => {
   if (user !== props.value.user) {  // the page has just been loaded
     user = props.value.user;
     dispatchEvent(new CustomEvent('mpic-user', { detail: user }));
-    return open(load(localStorage.getItem(openKey())) || fresh());
+    return open(atRest(load(localStorage.getItem(openKey())) || fresh()));
   }
+  answering = runs(props.value.chat).length > 0;
   saving ||= setTimeout(save, SOON);
 });

@@ -98,7 +98,6 @@ def test_questions_are_answered_again_edited_and_taken_back(fake, open_page):
     page.locator("#bot textarea").fill("First")
     page.locator("[aria-label=Submit]").first.click()
     until(page, lambda: questions(page) == ["First", "Two"] and page.locator(ANSWERED).count() == 2)
-    assert [m.content for m in fake.engine.seen[-1]] if hasattr(fake.engine, "seen") else True
     page.click("[aria-label=Undo]")
     until(page, lambda: questions(page) == ["First"] and page.input_value(BOX) == "Two")
     page.on("dialog", lambda dialog: dialog.accept())
@@ -141,8 +140,8 @@ def test_two_tabs_with_one_chat_lose_nothing(fake, open_page):
     fake.engine.pause = 0.05
     send(one, "Three")
     send(two, "Four")
-    for page in (one, two):
-        until(page, lambda: len(questions(page)) == 4 and len(kept(page)) == 4)
+    until(one, lambda: len(questions(one)) == 4 and len(kept(one)) == 4)
+    until(two, lambda: len(questions(two)) == 4 and len(kept(two)) == 4)
     assert sorted(question for question, _ in kept(one)) == ["Four", "One", "Three", "Two"]
 
 
@@ -172,7 +171,7 @@ def test_the_page_is_used_without_a_mouse(fake, open_page):
     page.focus(f"{ANSWERED} summary")
     page.keyboard.press("Enter")
     assert page.locator(".mpic-strip").is_visible()
-    tab_to(page, "Answer again without reuse, side by side")
+    tab_to(page, "Compare: answer again without reuse, side by side")
     page.keyboard.press("Enter")
     page.wait_for_selector(".mpic-verdict")
 
@@ -206,7 +205,7 @@ def test_an_admin_adds_finds_and_removes_references(fake, open_page, tmp_path):
     page.get_by_role("button", name="Add a reference").click()
     page.set_input_files("#new-reference input[type=file]", tmp_path / "red.png")
     page.fill("#new-title textarea, #new-title input", "A red square")
-    page.wait_for_selector("#new-reference :text('red.png')")
+    page.wait_for_selector("#new-reference :text('red')")
     page.click("#put")
     page.wait_for_selector("#references [data-state=ready] img")
     page.click("#references [data-do=open]")

@@ -387,8 +387,6 @@ async def test_an_open_page_belongs_to_the_user_who_has_opened_it(server, log_in
         ),
     ]
     assert [code(answer) for answer in answers] == ["forbidden"] * 3
-    unknown = {"session_hash": "anns", "fn_index": 0, "event_id": "x"}
-    assert code(await server.http.post("/ui/gradio_api/cancel", json=unknown, headers=ann)) == "not_found"
 
 
 async def test_a_flood_of_pages_and_events_keeps_the_server_small(server):
