@@ -205,7 +205,7 @@ def build(uploads: Uploads) -> gr.Blocks:
             js="() => document.dispatchEvent(new CustomEvent('mpic-store', { detail: { do: 'new' } }))",
         )
         stop.click(chat.stopped, [store], turned, cancels=running, **QUIET)
-        store.opened(chat.opened, [store], [bot], **QUIET)
+        store.opened(chat.opened, [store], [bot], trigger_mode="always_last", **QUIET)
         box.change(
             None,
             [box],

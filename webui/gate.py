@@ -24,7 +24,7 @@ NAME = r"(?!\.)[A-Za-z0-9_.-]{1,128}"
 ROUTES = re.compile(
     rf"GET (?:/?|/alive|/config|/theme\.css|/(?:assets|static)(?:/{NAME}){{1,6}}|/(?:thumbs|originals)/{ID}"
     r"|/plots/[A-Za-z0-9_-]{1,100}\.png|/gradio_api/(?:info|app_id|queue/data|upload_progress|file=[A-Za-z0-9_-]{32}))"
-    r"|POST /gradio_api/(?:upload|cancel|queue/join)"
+    r"|POST /gradio_api/(?:upload|cancel|reset|queue/join)"
 )
 
 HEADERS = {

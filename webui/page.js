@@ -107,16 +107,18 @@
     notice.hidden = false;
   };
   const ask = window.fetch;
-  let waiting = 0;
+  let waiting = 0, away = false;
   const look = async () => {
     clearTimeout(waiting);
     try {
       const response = await ask(`${root}alive`, { cache: 'no-store' });
       if (response.status === 401) return tell('Your login has ended. Chats and drafts are kept.', 'Log in again');
       const { user: now } = await response.json();
-      if (user && now !== user) return location.reload();  // somebody else has logged in in this browser
+      // the server has forgotten what Gradio knew of this page; or somebody else has logged in in this browser
+      if (away || (user && now !== user)) return location.reload();
       notice.hidden = true;
     } catch {
+      away = true;
       tell('The server does not answer. This page tries again; what you have written is kept.');
       waiting = setTimeout(look, 2000);
     }

@@ -12,6 +12,7 @@ from mpic.cli.common import DEFAULT_URL, Url, command_app, out
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+    from fastapi.responses import RedirectResponse
 
 app = command_app()
 PORT = 7860
@@ -44,6 +45,7 @@ def ui(
 def standalone(url: str) -> FastAPI:
     """Returns the page of a server as an application of its own."""
     from fastapi import FastAPI
+    from fastapi.responses import RedirectResponse
 
     from mpic.http import errors
     from mpic.limits import StorageLimits
@@ -62,6 +64,7 @@ def standalone(url: str) -> FastAPI:
 
     alone = FastAPI(lifespan=closing, openapi_url=None, docs_url=None, redoc_url=None)
     errors.install(alone)
+    alone.add_api_route("/", lambda: RedirectResponse(f"{ROOT}/"))
     alone.mount(ROOT, page)
     limit = StorageLimits().upload_bytes
     alone.add_middleware(BodyLimit, uploads=limit, other=limit)

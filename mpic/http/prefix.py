@@ -9,7 +9,7 @@ from mpic.config import ROOT_PATH
 from mpic.errors import BadRequest
 from mpic.http import errors
 
-HEADER = "X-Forwarded-ProxyPrefix"
+HEADER = "X-Forwarded-Prefix"
 
 
 class ProxyPrefix:
@@ -33,14 +33,12 @@ class ProxyPrefix:
         prefix = Headers(scope=scope).get(HEADER, "").rstrip("/") or self.root_path
         if prefix and not ROOT_PATH.fullmatch(prefix):
             error = BadRequest(
-                f"X-Forwarded-ProxyPrefix must be a path such as /mpic, not {prefix[:80]!r}", param=HEADER
+                f"X-Forwarded-Prefix must be a path such as /mpic, not {prefix[:80]!r}", param=HEADER
             )
             return await errors.response(error)(scope, receive, send)
         if prefix:
-            path = (
-                scope["path"].removeprefix(prefix)
-                if f"{scope['path']}/".startswith(f"{prefix}/")
-                else scope["path"]
-            )
+            path = scope["path"]
+            if path == prefix or path.startswith(f"{prefix}/"):
+                path = path.removeprefix(prefix)
             scope = {**scope, "root_path": prefix, "path": path or "/"}
         await self.app(scope, receive, send)

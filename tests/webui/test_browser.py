@@ -116,16 +116,18 @@ def test_chats_outlast_reloads_and_restarts_and_can_be_exported(fake, open_page)
     fake.stop()
     send(page, "Are you there?")
     page.wait_for_selector("#mpic-notice:has-text('does not answer')")
-    fake.start()
-    page.wait_for_selector("#mpic-notice", state="hidden")
-    ask(page, "Are you there?")
-    assert len(questions(page)) == 2
+    with page.expect_event("load"):
+        fake.start()
+    page.wait_for_selector("body[data-ready]")
+    assert page.input_value(BOX) == "Are you there?"
+    page.press(BOX, "Enter")
+    until(page, lambda: page.locator(ANSWERED).count() == 2)
     with page.expect_download() as exported:
         page.locator("[data-act=export]").first.click()
     assert ANSWER in exported.value.path().read_text()
     page.click("[data-act=new]")
     until(page, lambda: questions(page) == [])
-    page.locator("#store [data-act=open]").first.click()
+    page.click("#store .mpic-chats [data-act=open]")
     until(page, lambda: len(questions(page)) == 2)
 
 
@@ -226,8 +228,10 @@ def test_savings_policies_and_settings(fake, open_page):
     page.wait_for_selector("td:text-is('mpic-16')")
     until(page, "[...document.querySelectorAll('.mpic-plots img')].length > 3")
     open_tab(page, "Settings")
-    page.fill("#system textarea", "Be brief.")
-    until(page, "(localStorage['mpic-settings'] || '').length > 60")
+    before = page.evaluate("localStorage['mpic-settings']")
+    with page.expect_request(lambda request: "Be brief." in (request.post_data or "")):
+        page.fill("#system textarea", "Be brief.")
+    until(page, lambda: page.evaluate("localStorage['mpic-settings']") != before)
     page.reload()
     page.wait_for_selector("body[data-ready]")
     open_tab(page, "Settings")
