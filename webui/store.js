@@ -59,12 +59,14 @@ const save = () => {
 };
 
 const open = (chat) => {
+  if (saving) save();  // what the chat before this one is still to keep
   props.value = { ...props.value, chat };
   localStorage.setItem(openKey(), chat.id);
   show();
   trigger('opened');
 };
 
+const leave = () => { clearTimeout(saving); saving = 0; };
 const download = (name, text, type) => {
   const link = Object.assign(document.createElement('a'), { href: URL.createObjectURL(new Blob([text], { type })), download: name });
   link.click();
@@ -88,12 +90,13 @@ const actions = {
   delete: (id) => {
     if (!confirm(`Delete the chat “${load(id).title}”?`)) return;
     localStorage.removeItem(prefix() + id);
-    if (props.value.chat.id === id) open(fresh()); else show();
+    if (props.value.chat.id === id) { leave(); open(fresh()); } else show();
   },
   exportAll: () => download('chats.json', JSON.stringify(all(), null, 1), 'application/json'),
   deleteAll: () => {
     if (!confirm('Delete all chats that this browser keeps for you? Export them first if you may need them.')) return;
     for (const chat of all()) localStorage.removeItem(prefix() + chat.id);
+    leave();
     open(fresh());
   },
 };

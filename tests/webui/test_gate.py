@@ -131,7 +131,6 @@ CLOSED = [
         "GET /ui/gradio_api/queue/status",
     ),
     *(
-        "GET /ui/gradio_api/upload_progress",
         "POST /ui/gradio_api/run-history/connect",
         "GET /ui/gradio_api/openapi.json",
     ),
