@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from mpic.library import Limits
 
 ORIGIN = re.compile(r"https?://(\[[0-9a-f:]+\]|[a-z0-9.-]+)(:\d+)?")
-ROOT_PATH = re.compile(r"(?!/(?:v1|ui|docs|health|metrics)(?:/|$))(?:/[A-Za-z0-9_~-][A-Za-z0-9._~-]{0,63}){1,8}")
+ROOT_PATH = re.compile(
+    r"(?!/(?:v1|ui|docs|health|metrics)(?:/|$))(?:/[A-Za-z0-9_~-][A-Za-z0-9._~-]{0,63}){1,8}"
+)
 """A path at which a proxy shows the server; not one that the server's own paths begin with."""
 
 

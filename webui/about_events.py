@@ -99,7 +99,8 @@ def _welcome(model: Any) -> str:
     hint = "A click adds the files it needs and asks." if tried else ""
     return (
         f"<h2>Ask about your images and documents</h2><p>Add files; each is compiled once and gets a handle such as "
-        f"<code>IMAGE#CAT</code>. Write handles anywhere in a question, in any order. Below each answer you see how much "
+        f"<code>IMAGE#CAT</code>. Write handles anywhere in a question, in any order. Below each answer you see how "
+        f"much "
         f"was reused. This server runs <b>{escape(model.name)}</b> with {context}, for {kinds}. {knows}</p>"
         f'<p class="mpic-hint">{hint}</p><div class="mpic-samples">{tried}</div>'
     )
@@ -121,7 +122,8 @@ def _policy_table(menu: list[dict[str, Any]]) -> str:
         for one in plots()
     )
     heads = ("Policy", "What it does", "Points lost of 100", "Fewer operations than full")
-    return f'{parts.table(heads, rows)}<p class="mpic-hint">Measured on the bundled demo model.</p><div class="mpic-plots">{shown}</div>'
+    note = '<p class="mpic-hint">Measured on the bundled demo model.</p>'
+    return f'{parts.table(heads, rows)}{note}<div class="mpic-plots">{shown}</div>'
 
 
 @told

@@ -203,7 +203,7 @@ class Page:
     async def _original(self, visitor: Visitor, id: str) -> bytes:
         """Returns the bytes of a file of this user, or of a reference. Raises NotFound.
 
-        One after the other for each user: a page shows many pictures at once, and a key may allow one request at a time.
+        One after the other for each user: a page shows many at once, and a key may allow one request at a time.
         """
         collection = visitor.client.references if id.startswith("ref_") else visitor.client.files
         lock = self._pictures.setdefault(visitor.user, asyncio.Lock())
@@ -341,7 +341,7 @@ def _picture_type(data: bytes) -> str:
 
 
 def _without_files(value: Any) -> Any:
-    """Returns a value in which Gradio sees no file: it opens, copies or downloads what an object with ``meta`` names."""
+    """Returns a value in which Gradio sees no file; it would open or download what an object with ``meta`` names."""
     if isinstance(value, dict):
         return {name: _without_files(one) for name, one in value.items() if name not in ("meta", "url")}
     return [_without_files(one) for one in value] if isinstance(value, list) else value

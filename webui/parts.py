@@ -107,8 +107,7 @@ def strip(facts: Facts, scale: float) -> str:
         _block(list(spans)) for _, spans in groupby(facts.spans, lambda s: (s.kind, s.label, s.file))
     )
     stages = "".join(
-        f'<li>{name} {ms(value)}<span class="mpic-time" style="width:{min(100.0, 100 * value / max(scale, 0.01)):.1f}%">'
-        "</span></li>"
+        f'<li>{name} {ms(value)}<span class="mpic-time" style="width:{_share(value, scale):.1f}%"></span></li>'
         for name, value in (("queue", facts.queue), ("load", facts.load), ("link", facts.link))
     )
     return (
@@ -116,6 +115,11 @@ def strip(facts: Facts, scale: float) -> str:
         f'<ul class="mpic-legend">{legend}</ul><ul class="mpic-blocks">{blocks}</ul>'
         f'<ul class="mpic-times" aria-label="parts of the time to the first token">{stages}</ul>'
     )
+
+
+def _share(value: float, whole: float) -> float:
+    """Returns a part in percent."""
+    return min(100.0, 100 * value / max(whole, 0.01))
 
 
 def _cell(span: TokenSpan) -> str:
@@ -252,7 +256,9 @@ def _file(file: File) -> str:
         " + ".join(file.tiers),
         file.press or "",
     ]
-    name = file.handle or file.filename
+    name, insert = file.handle or file.filename, ""
+    if file.mention:
+        insert = button("Insert", "box", "insert", f"Insert {name} into the question", text=file.mention)
     state = file.status_details if file.state == "failed" else file.state
     progress = "<progress></progress>" if file.state == "compiling" else ""
     # the name of a bar that shows no number is what it waits for
@@ -262,7 +268,7 @@ def _file(file: File) -> str:
         f"{picture(file.id, file.kind)}<span>{button(name, 'file', 'open', f'Open {name}', id=file.id)}"
         f"<small>{escape(' · '.join(filter(None, facts)))}</small>"
         f'<small class="mpic-state">{escape(state or "")} {progress}</small></span>'
-        f"{button('Insert', 'box', 'insert', f'Insert {name} into the question', text=file.mention or '') if file.handle else ''}"
+        f"{insert}"
         "</li>"
     )
 
@@ -303,7 +309,8 @@ def _reference(one: Reference | ReferenceHit, admin: bool) -> str:
     return (
         f'<li data-id="{escape(one.id)}" data-state="{escape(one.state)}">{picture(one.id, one.kind)}'
         f"<span>{button(one.title, 'ref', 'open', f'Open {one.title}', id=one.id)}"
-        f"<small>{escape(' · '.join(filter(None, facts)))}{score}</small><small>{escape(one.description)}</small></span>"
+        f"<small>{escape(' · '.join(filter(None, facts)))}{score}</small>"
+        f"<small>{escape(one.description)}</small></span>"
         f"{remove}</li>"
     )
 
@@ -353,7 +360,8 @@ def tiles(found: Savings, price: float) -> str:
         shown.append(
             ("Money", f"{price * total.saved_tokens / 1e6:,.4f}", "at your price of a million tokens")
         )
-    return f'<div class="mpic-tiles">{"".join(f"<div><span>{a}</span><b>{b}</b><small>{c}</small></div>" for a, b, c in shown)}</div>'
+    found_tiles = "".join(f"<div><span>{a}</span><b>{b}</b><small>{c}</small></div>" for a, b, c in shown)
+    return f'<div class="mpic-tiles">{found_tiles}</div>'
 
 
 def never_reused(found: Savings) -> str:
@@ -364,6 +372,7 @@ def never_reused(found: Savings) -> str:
     oldest = f" This looks at the {len(found.items):,} oldest only." if found.more_items else ""
     if not never:
         return f'<p class="mpic-hint">All {what} were reused at least once.{oldest}</p>'
-    told = f"No answer has reused these {len(never):,} {what} ({size(sum(i.bytes for i in never))}). They could go.{oldest}"
+    whole = size(sum(item.bytes for item in never))
+    told = f"No answer has reused these {len(never):,} {what} ({whole}). They could go.{oldest}"
     rows = [(item.name, item.kind, size(item.bytes), day(item.created_at)) for item in never[:100]]
     return f'<p class="mpic-hint">{told}</p>{table(("Name", "Kind", "Size", "Added"), rows)}'

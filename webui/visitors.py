@@ -113,8 +113,8 @@ class _Login(NamedTuple):
 
 
 class LoginsAlone:
-    """Logins of a page that stands alone before a server elsewhere. They hold keys, so they are kept in memory only, and
-    end with the process.
+    """Logins of a page that stands alone before a server elsewhere. They hold keys, so they are kept in memory only,
+    and end with the process.
 
     Args:
         url: address of the server.

@@ -12,7 +12,6 @@ from mpic.cli.common import DEFAULT_URL, Url, command_app, out
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-    from fastapi.responses import RedirectResponse
 
 app = command_app()
 PORT = 7860

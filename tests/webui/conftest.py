@@ -12,7 +12,6 @@ from mpic.config import Config
 from mpic.library import Library
 from mpic.server import create_app
 
-
 LEAVING = ("AbortError", "errored out")
 """Complaints of Gradio when a page is left while it waits for an event."""
 

@@ -48,7 +48,8 @@ def test_a_file_that_is_dropped_beside_the_box_is_added_too(fake, open_page):
     page.evaluate(
         """() => { const files = new DataTransfer();
         files.items.add(new File(['Vera lives in Rome.'], 'rome.txt', { type: 'text/plain' }));
-        document.querySelector('h1').dispatchEvent(new DragEvent('drop', { dataTransfer: files, bubbles: true, cancelable: true })); }"""
+        const drop = { dataTransfer: files, bubbles: true, cancelable: true };
+        document.querySelector('h1').dispatchEvent(new DragEvent('drop', drop)); }"""
     )
     until(page, lambda: page.input_value(BOX).strip() == "FILE#ROME")
 

@@ -1,4 +1,4 @@
-"""Who comes into the page, and what attacks on it get: plain requests, an engine that computes nothing, Gradio itself."""
+"""Who comes into the page, and what attacks on it get: plain requests to Gradio over an engine that computes nothing."""
 
 import asyncio
 import json
