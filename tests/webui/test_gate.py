@@ -1,4 +1,4 @@
-"""Who comes into the page, and what attacks on it get: plain requests to Gradio over an engine that computes nothing."""
+"""Who comes into the page, and what attacks on it get: Gradio itself, over an engine that computes nothing."""
 
 import asyncio
 import json
