@@ -92,6 +92,8 @@ def sample(page, id: str) -> None:
 def compare_last(page) -> None:
     page.locator("[data-do=compare]").last.click()
     page.wait_for_selector(".mpic-verdict")
+    page.wait_for_timeout(500)  # the chat scrolls to its end
+    page.locator(".mpic-verdict").last.evaluate("e => e.scrollIntoView()")
 
 
 def compare(page) -> None:

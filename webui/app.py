@@ -95,7 +95,7 @@ def build(uploads: Uploads) -> gr.Blocks:
                     elem_id="bot",
                     label="Chat",
                     show_label=False,
-                    height="56vh",
+                    height="64vh",
                     editable="user",
                     buttons=["copy"],
                     scale=1,

@@ -130,16 +130,16 @@ def _cell(span: TokenSpan) -> str:
 
 
 def _block(spans: Sequence[TokenSpan]) -> str:
-    first, tokens = spans[0], sum(span.tokens for span in spans)
-    kinds: dict[str, int] = {}
+    """Returns one image or document of a prompt with the sources of its tokens; nothing for texts between them."""
+    first, kinds = spans[0], dict[str, int]()
+    if first.kind == "text":
+        return ""
     for span in spans:
         kinds[span.state] = kinds.get(span.state, 0) + span.tokens
     where = ", ".join(f"{count:,} {STATES.get(state, state)}" for state, count in kinds.items())
-    name = "your text" if first.kind == "text" else escape(first.label or first.file or first.kind)
-    if first.file:
-        to = "ref" if first.file.startswith("ref_") else "file"
-        name = picture(first.file, first.kind) + button(first.label or first.file, to, "open", id=first.file)
-    return f"<li>{name} <span>{tokens:,} tokens: {escape(where)}</span></li>"
+    to = "ref" if first.file.startswith("ref_") else "file"
+    name = button(first.label or first.file, to, "open", id=first.file)
+    return f"<li>{picture(first.file, first.kind)} {name} <span>{escape(where)}</span></li>"
 
 
 def marked(one: str, other: str) -> str:
@@ -258,7 +258,7 @@ def _file(file: File) -> str:
     ]
     name, insert = file.handle or file.filename, ""
     if file.mention:
-        insert = button("Insert", "box", "insert", f"Insert {name} into the question", text=file.mention)
+        insert = button("+", "box", "insert", f"Insert {name} into the question", text=file.mention)
     state = file.status_details if file.state == "failed" else file.state
     progress = "<progress></progress>" if file.state == "compiling" else ""
     # the name of a bar that shows no number is what it waits for

@@ -40,7 +40,7 @@ def test_files_that_are_dropped_get_handles_and_are_asked_about(fake, open_page,
     page.click(f"{ANSWERED} summary")
     strip = page.locator(".mpic-strip span")
     assert {c for c in (one.get_attribute("class") for one in strip.all())} == {"s-device", "s-new"}
-    assert "36 tokens" in page.inner_text(".mpic-blocks") and page.locator(".mpic-blocks img").count() == 1
+    assert "36 reused" in page.inner_text(".mpic-blocks") and page.locator(".mpic-blocks img").count() == 1
 
 
 def test_a_file_that_is_dropped_beside_the_box_is_added_too(fake, open_page):
