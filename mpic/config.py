@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from mpic.library import Limits
 
 ORIGIN = re.compile(r"https?://(\[[0-9a-f:]+\]|[a-z0-9.-]+)(:\d+)?")
+ROOT_PATH = re.compile(
+    r"(?!/(?:v1|ui|docs|health|metrics)(?:/|$))(?:/[A-Za-z0-9_~-][A-Za-z0-9._~-]{0,63}){1,8}"
+)
+"""A path at which a proxy shows the server; not one that the server's own paths begin with."""
 
 
 def bundled_model() -> str:
@@ -67,6 +71,8 @@ class ServerConfig:
         hosts: host names by which clients may call the server when there are API keys, comma-separated; * allows any.
         cors_origins: origins whose pages may call from a browser, such as https://app.example.org, comma-separated; *
             allows any, and needs API keys.
+        root_path: the path at which a reverse proxy shows the server, such as /mpic, if the proxy does not send it as
+            X-Forwarded-Prefix.
         port: 0 lets the system choose.
         max_body_bytes: largest JSON body (data URLs count).
         max_body_values: maximum number of objects, lists, strings, numbers and so on in one JSON body, and in the
@@ -90,6 +96,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     hosts: str = ""
     cors_origins: str = ""
+    root_path: str = ""
     port: int = 8000
     max_body_bytes: int = 64 * MiB
     max_body_values: int = 1 << 17
@@ -312,6 +319,10 @@ def check_server(config: ServerConfig) -> None:
     for name, least in AT_LEAST.items():
         if getattr(config, name) < least:
             raise ConfigError(f"[server] {name} must be at least {least}", param=name)
+    if config.root_path and not ROOT_PATH.fullmatch(config.root_path):
+        raise ConfigError(
+            f"[server] root_path must be a path such as /mpic, not {config.root_path!r}", param="root_path"
+        )
     proxies(config)
     origins(config)
 

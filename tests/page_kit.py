@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from server_helpers import png
-from small_models import SMALL_SAMPLES
 
-BOX = "#box"
-AWAY = ("ERR_CONNECTION_REFUSED", "ERR_EMPTY_RESPONSE")
-AWAY += ("ERR_CONNECTION_RESET", "ERR_INCOMPLETE_CHUNKED_ENCODING")
-"""Complaints of the browser about a server that is not there."""
+BOX = "#box textarea"
+ANSWERED = ".mpic-facts"
 PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
-TABLET = {"viewport": {"width": 820, "height": 1180}, "has_touch": True}
-
-
-def ask(page, text):
-    """Asks and waits for the end of the answer."""
-    turns = page.locator(".turn").count()
-    send(page, text)
-    page.wait_for_selector(f".turn:nth-child({turns + 1}) .turn-line")
+AWAY = (
+    "ERR_CONNECTION_REFUSED",
+    "ERR_EMPTY_RESPONSE",
+    "ERR_CONNECTION_RESET",
+    "ERR_INCOMPLETE_CHUNKED_ENCODING",
+)
+"""Complaints of the browser about a server that is not there."""
 
 
 def send(page, text):
@@ -26,63 +22,38 @@ def send(page, text):
     page.press(BOX, "Enter")
 
 
+def ask(page, text):
+    """Asks and waits for the end of the answer."""
+    turns = page.locator(ANSWERED).count()
+    send(page, text)
+    until(page, lambda: page.locator(ANSWERED).count() == turns + 1)
+
+
 def begin(page, text):
     """Asks and waits until the answer is being written."""
     send(page, text)
-    page.wait_for_selector(".writing")
+    page.wait_for_selector("[data-testid=bot]:has-text('The tower')")
 
 
-def press(page, *keys):
-    for key in keys:
-        page.keyboard.press(key)
-
-
-def reload(page):
-    """Loads the page again and waits until it is ready."""
-    page.reload()
-    page.wait_for_selector("body[data-ready]")
-
-
-def new_chat(page):
-    """Begins a chat and waits until it is shown."""
-    page.click("#new-chat")
-    page.wait_for_selector("#welcome:visible")
-
-
-def open_chat(page):
-    """Opens the newest chat of the list."""
-    page.click("#chat-list a")
-    page.wait_for_selector(".turn")
+def open_tab(page, name):
+    page.get_by_role("tab", name=name).click()
 
 
 def questions(page):
     """Returns the questions that the page shows."""
-    return [text.removeprefix("You asked:").strip() for text in page.locator(".bubble").all_inner_texts()]
-
-
-def more(page, turn, action):
-    """Chooses an action of a turn's menu."""
-    page.click(f".turn:nth-child({turn}) [data-key=more]")
-    page.click(f".menu-item:text-is('{action}')")
+    return [text.strip() for text in page.locator("#bot [data-testid=user]").all_inner_texts()]
 
 
 def kept(page):
     """Returns the question and the answer of every turn that the browser has stored."""
     return page.evaluate(
-        """import('/ui/static/store.js').then(s => s.list())
-        .then(all => all.flatMap(c => c.turns.map(t => [t.text, t.answer?.text || ''])))"""
+        """() => Object.keys(localStorage).filter((key) => key.startsWith('mpic-chat:'))
+        .flatMap((key) => JSON.parse(localStorage[key]).turns.map((turn) => [turn.question, turn.answer.text]))"""
     )
 
 
-def upload(page, *names):
-    page.set_input_files("#file-input", [SMALL_SAMPLES / name for name in names])
-    for name in names:
-        page.wait_for_selector(f'.file[data-handle="{name.split(".")[0].upper()}"][data-state=ready]')
-
-
-def empty(library, user="local"):
-    for file in library.files.page(user).files:
-        library.files.delete(user, file.id)
+def upload(page, *paths):
+    page.set_input_files("#box input[type=file]", list(paths))
 
 
 def add(fake, *handles, user="local"):
@@ -97,14 +68,8 @@ def log_in(page, key):
     page.wait_for_selector("body[data-ready]")
 
 
-def log_out(page):
-    page.click("#logout button")
-    page.wait_for_selector("#key")
-
-
 def until(page, true, steps=1000):
-    """Waits until a script or a function returns something true. (Playwright's own waiting for functions needs
-    ``eval``, which the page forbids.)"""
+    """Waits until a script or a function returns something true."""
     for _ in range(steps):
         if true() if callable(true) else page.evaluate(true):
             return
@@ -112,20 +77,15 @@ def until(page, true, steps=1000):
     raise AssertionError(f"{true} has not come about")
 
 
-def look(page):
-    """Makes the page check for the server now, not after seconds."""
-    page.evaluate("dispatchEvent(new Event('online'))")
-
-
 def focused(page):
-    """Names what has the focus: its id, key, label or text."""
+    """Names what has the focus: its id, label or text."""
     return page.evaluate(
         """() => { const e = document.activeElement;
-        return e.id || e.dataset.key || e.getAttribute('aria-label') || e.textContent.trim(); }"""
+        return e.id || e.getAttribute('aria-label') || e.textContent.trim() || e.tagName; }"""
     )
 
 
-def tab_to(page, name, most=60, key="Tab"):
+def tab_to(page, name, most=80, key="Tab"):
     """Presses Tab until something has the focus."""
     for _ in range(most):
         page.keyboard.press(key)

@@ -53,7 +53,7 @@ def test_the_files_that_take_longest_begin_first_and_the_others_keep_their_order
 
 def test_what_shares_an_engine_a_browser_or_clients_is_given_to_one_process(spread):
     files = ["tests/vllm/test_links.py", "tests/client/test_a.py", "tests/link/test_plan.py"]
-    files += ["tests/lab/test_bench_vllm.py", "tests/client/test_b.py", "tests/webui/test_about.py"]
+    files += ["tests/lab/test_bench_vllm.py", "tests/client/test_b.py", "tests/webui/test_facts.py"]
     assert [spread._split_scope(f"{file}::test[a::b]") for file in files] == [
         *("vllm", "tests/client", "tests/link/test_plan.py", "vllm", "tests/client", "tests/webui")
     ]

@@ -72,59 +72,64 @@ def main(wanted: list[str]) -> int:
         shoot("differs", differ)
         shoot("references", references)
         shoot("savings", savings)
-        shoot("policies", lambda page: page.click("[data-view=policies]"))
+        shoot("policies", lambda page: open_tab(page, "Policies"))
         shoot("phone", compare, **PHONE)
         shoot("phone-library", library, **PHONE, color_scheme="dark")
         shoot("searching", searching)
     return 0
 
 
+def open_tab(page, name: str) -> None:
+    page.get_by_role("tab", name=name).click()
+    page.wait_for_timeout(1000)
+
+
 def sample(page, id: str) -> None:
-    page.click(f'[data-sample="{id}"]')
-    page.wait_for_selector(".facts")
+    page.click(f'[data-do=sample][data-id="{id}"]')
+    page.wait_for_selector(".mpic-facts")
 
 
 def compare_last(page) -> None:
-    page.click(".turn:last-child [data-key=more]")
-    page.click(".menu-item:text-is('Answer again without reuse')")
-    page.wait_for_selector(".turn:last-child .verdict")
+    page.locator("[data-do=compare]").last.click()
+    page.wait_for_selector(".mpic-verdict")
+    page.wait_for_timeout(500)  # the chat scrolls to its end
+    page.locator(".mpic-verdict").last.evaluate("e => e.scrollIntoView()")
 
 
 def compare(page) -> None:
     sample(page, "eight-images")
-    page.click(".facts")
+    page.click(".mpic-facts summary")
     compare_last(page)
 
 
 def ask(page, text: str, number: int = 0) -> None:
-    page.fill("#box", text)
-    page.press("#box", "Enter")
-    page.wait_for_selector(f".turn:nth-child({number + 1}) .turn-line")
+    page.fill("#box textarea", text)
+    page.press("#box textarea", "Enter")
+    page.locator(".mpic-facts").nth(number).wait_for()
 
 
 def pieces(page) -> None:
     sample(page, "eight")
-    page.click(".facts")
+    page.click(".mpic-facts summary")
 
 
 def upload(page, *names: str) -> None:
     """Uploads samples, each under the name of its file."""
-    page.set_input_files("#file-input", [SAMPLES / f"{name.lower()}.png" for name in names])
+    page.set_input_files("#box input[type=file]", [SAMPLES / f"{name.lower()}.png" for name in names])
     for name in names:
-        page.wait_for_selector(f'.file[data-handle="{name}"][data-state=ready]')
-    page.fill("#box", "")
+        page.wait_for_selector(f'#library [data-handle="IMAGE#{name}"][data-state=ready]')
+    page.fill("#box textarea", "")
 
 
 def complete(page) -> None:
-    page.focus("#box")
+    page.focus("#box textarea")
     page.keyboard.type("What do you see in IMAGE#SHAPES4 and in IMAGE#SHA", delay=5)
-    page.wait_for_selector("#handle-list:visible")
+    page.wait_for_selector("#mpic-handles:visible")
 
 
 def differ(page) -> None:
     upload(page, "MAP7", "CAT9", "BEACH")
-    page.click(".picker >> nth=0")
-    page.keyboard.type("reuse")
+    page.fill("#policy input", "reuse")
     page.keyboard.press("Enter")
     ask(page, "IMAGE#MAP7 IMAGE#CAT9 IMAGE#BEACH In image BEACH, what do you see?")
     compare_last(page)
@@ -138,35 +143,35 @@ def searching(page) -> None:
         page.request.post(
             page.url.partition("/ui/")[0] + "/v1/references", multipart={**fields, "file": file}
         )
-    page.click(".picker >> nth=1")
+    page.click("#retrieval input")
     page.get_by_role("option", name="Search when needed").click()
     for number, question in enumerate(("What is the pet of Tina Field?", "What code does the door have?")):
         ask(page, question, number)
-    page.click(".turn:last-child .facts")
+    page.locator(".mpic-facts summary").last.click()
 
 
 def references(page) -> None:
-    page.click("[data-view=references]")
-    page.click(".add-reference summary")
     for number in range(1, 10):
-        page.set_input_files("#add-file", REFERENCES / f"picture-{number:03d}.png")
-        page.fill("#add-title", f"Picture {number}")
-        page.click(".add-reference .primary")
-        page.wait_for_selector(f'.reference:has-text("Picture {number}")')
-    page.click(".add-reference summary")
-    page.fill("#query", "a star and a triangle")
+        picture = REFERENCES / f"picture-{number:03d}.png"
+        file = {"name": picture.name, "mimeType": "image/png", "buffer": picture.read_bytes()}
+        form = {"title": f"Picture {number}", "file": file}
+        page.request.post(page.url.partition("/ui/")[0] + "/v1/references", multipart=form)
+    open_tab(page, "References")
+    page.wait_for_timeout(3000)
+    page.fill("#query textarea", "a star and a triangle")
     page.keyboard.press("Enter")
-    page.wait_for_selector(".score")
+    page.wait_for_selector("#references :text('similarity')")
 
 
 def savings(page) -> None:
-    page.click("[data-view=savings]")
-    page.wait_for_selector(".tile")
-    page.fill("#price", "2.5")
+    open_tab(page, "Savings")
+    page.wait_for_selector(".mpic-tiles")
+    page.fill("#price input", "2.5")
+    page.wait_for_timeout(1500)
 
 
 def library(page) -> None:
-    page.click("#side-open")
+    page.click(".sidebar .toggle-button")
 
 
 def _save(name: str, png: bytes) -> None:

@@ -1,8 +1,7 @@
-"""The web interface at ``/ui``: chats, library, references, savings and policies over the REST API of the same process.
+"""The web interface at ``/ui``: a Gradio app, which calls the REST API through the Python SDK with the visitor's key.
 
-The page is plain HTML, CSS and JavaScript (``static/``), without a build step. It is a client like any other: its
-requests are the API's own, to which ``proxy.py`` adds the key of the logged-in user. Here are only the files of the
-page, the login, thumbnails, and facts about the server for the page (``about.py``).
+``app.py`` is what one sees, ``gate.py`` says who may come in, and ``page.py`` has the routes that are not Gradio's.
+Gradio is imported when the page is first asked for.
 """
 
 from mpic.webui.mount import mount

@@ -1,4 +1,4 @@
-"""Mounts the interface in the application."""
+"""Mounts the page in the server's application."""
 
 from __future__ import annotations
 
@@ -8,24 +8,32 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 
 from mpic.http.hosts import is_loopback
-from mpic.webui import about, login, pages, pictures
-from mpic.webui.proxy import Proxy
+from mpic.webui.gate import ROOT, Gate
+from mpic.webui.page import Page
+from mpic.webui.visitors import ServedLogins
 
 if TYPE_CHECKING:
     from mpic.config import Config
+    from mpic.keys import Key
 
 
-def mount(app: FastAPI, config: Config) -> None:
-    """Serves the interface at ``/ui``.
+def mount(app: FastAPI, config: Config) -> Page:
+    """Serves the page at ``/ui`` and returns it; close it when the application ends.
 
-    Call it last: the proxy must stand in front of every other middleware, because it turns requests of the page into
-    requests to the API, which those then check.
+    Call it last: the gate must stand in front of every other middleware, which then know the visitor.
     """
     logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs every request, and a page makes many
     # it warns of every malformed form, and anybody may send one to the login
     logging.getLogger("python_multipart").setLevel(logging.ERROR)
     state = app.state.mpic
-    for router in (login.router(app), pictures.router(app), about.router(app), pages.router()):
-        app.router.routes.extend(router.routes)  # as they are: including them would make each a second time
-    always = not is_loopback(config.server.host)
-    app.add_middleware(Proxy, keys=state.keys, always=always)
+
+    async def admit(key: Key) -> str:
+        state.rates.count(key)
+        # it waits for the disk, on the user's own share of the threads
+        return await state.pools.prompts.call(key.user, state.keys.log_in, key)
+
+    logins = ServedLogins(app, state.keys, not is_loopback(config.server.host), admit)
+    page = Page(logins, config.library.upload_bytes)
+    app.mount(ROOT, page)
+    app.add_middleware(Gate, logins=logins)
+    return page

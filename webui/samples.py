@@ -9,6 +9,8 @@ from pathlib import Path
 
 from mpic.data.bundled import SAMPLES, samples_folder
 
+PARAMETERS = {"demo": 6.6, "demo-plain": 6.6, "large": 13.7, "large-plain": 13.7}
+"""Millions, of each demo model."""
 NAMES = {
     "SHAPES2": "eiffel2025.png",
     "SHAPES3": "garden.png",

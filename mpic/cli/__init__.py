@@ -30,6 +30,7 @@ COMMANDS = {
     "serve": ("mpic.cli.serve", "Start the server."),
     "upload": ("mpic.cli.upload", "Upload images, clips and documents; each is compiled once."),
     "chat": ("mpic.cli.chat", "Talk to the model, about uploads too."),
+    "ui": ("mpic.cli.ui", "Serve the web interface of a server that runs elsewhere."),
     "files": ("mpic.cli.files", "Your uploads: list, show, content, rename, extend, delete."),
     "ls": ("mpic.cli.ls", "Your uploads, newest first; short for `mpic files list`."),
     "caches": ("mpic.cli.caches", "Cached texts, linked by id in any order."),

@@ -20,6 +20,7 @@ from mpic.api.resources import ErrorBody
 from mpic.config import Config, origins
 from mpic.http import errors
 from mpic.http.hosts import is_loopback
+from mpic.http.prefix import ProxyPrefix
 from mpic.keys import KeyStore
 from mpic.retriever import Embedder, Retriever
 from mpic.server import docs
@@ -34,7 +35,7 @@ from mpic.server.savings import SavingsLedger
 from mpic.server.state import State
 from mpic.server.thread_pools import DiskProbe
 from mpic.version import VERSION
-from mpic.webui.sessions import COOKIE, COOKIE_VALUE
+from mpic.webui.visitors import COOKIE, COOKIE_VALUE
 
 if TYPE_CHECKING:
     from mpic.engine.base import Engine
@@ -122,7 +123,7 @@ def create_app(
     allowed = origins(config.server)
     app.add_middleware(HostGuard, keys=keys, names=config.server.hosts, origins=allowed)
     app.add_middleware(ResponseCounter, metrics=collected)
-    webui.mount(app, config)
+    app.state.page = webui.mount(app, config)
     if allowed:  # before the check of keys, which a browser does not send with a preflight request
         app.add_middleware(
             CORSMiddleware,
@@ -133,6 +134,7 @@ def create_app(
             max_age=3600,
         )
     app.add_middleware(CookieFilter, name=COOKIE, value=COOKIE_VALUE)  # before the web interface, too
+    app.add_middleware(ProxyPrefix, root_path=config.server.root_path)
     return app
 
 
@@ -140,8 +142,8 @@ async def _docs(request: Request) -> HTMLResponse:
     return HTMLResponse(docs.page(request.app.openapi()), headers={"Content-Security-Policy": docs.CSP})
 
 
-async def _home() -> RedirectResponse:
-    return RedirectResponse("/ui")
+async def _home(request: Request) -> RedirectResponse:
+    return RedirectResponse(f"{request.scope.get('root_path', '')}/ui/")
 
 
 @asynccontextmanager
@@ -155,6 +157,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         closing.push_async_callback(_on_own_thread, state.savings.flush)
         closing.push_async_callback(_on_own_thread, state.retriever.close)
         closing.push_async_callback(app.state.background.stop)
+        closing.push_async_callback(app.state.page.close)
         # while compilations are still waited for
         closing.push_async_callback(_on_own_thread, state.engine.close)
         await app.state.background.start()

@@ -23,7 +23,7 @@ PROXIED = re.compile(
     "|true-client-ip|cf-(?:connecting-ip|ray|visitor)|cdn-loop|fastly-client-ip"
 )
 """Fields that proxies add to a request: those of RFC 9110 and 7239, and those of common programs and services."""
-UPLOADS = re.compile("POST /v1/(files|references)/?|PUT /v1/references/[^/]+/?")
+UPLOADS = re.compile("POST (/v1/(files|references)/?|/ui/gradio_api/upload)|PUT /v1/references/[^/]+/?")
 MULTIPART_SLACK = 1 << 20  # boundaries and the other form fields
 OPEN_BYTES = 64 << 10
 """Largest body of a request without a key. The only such body is the form of a login."""

@@ -1,197 +1,281 @@
-"""A person at the web interface, in a real browser, against a real server with the demo model."""
+"""The page in Chromium: a desktop, a phone, the keyboard, several tabs, and a server that goes and comes back."""
 
-import re
-import time
-
-import httpx
-from page_kit import BOX, PHONE, ask, more, reload, until, upload
+import pytest
+from axe import SOURCE, Audit
+from page_kit import (
+    ANSWERED,
+    AWAY,
+    BOX,
+    PHONE,
+    add,
+    ask,
+    begin,
+    focused,
+    kept,
+    log_in,
+    open_tab,
+    questions,
+    send,
+    tab_to,
+    until,
+    upload,
+)
+from server_helpers import png
 from small_models import SMALL_SAMPLES
 
-from mpic_lab.generator import references as generated
+from mpic.keys import KeyLimits
 
-ON_SCREEN = "(e) => { const r = e.getBoundingClientRect(); return r.top >= 0 && r.bottom <= innerHeight; }"
-QUESTION = "Which has more shapes, IMAGE#BEACH or IMAGE#GARDEN?"
-
-
-def clear(url):
-    """An empty library."""
-    with httpx.Client(base_url=url, timeout=60) as http:
-        for file in http.get("/v1/files").json()["data"]:
-            http.delete(f"/v1/files/{file['id']}")
+ANSWER = "The tower is taller than the museum – by far."
 
 
-def test_a_first_time_user_gets_an_answer_and_compares_it_without_reading_beyond_the_first_screen(
-    demo, open_page, figures
-):
-    """Clicks only on elements of the first screen. The seconds are printed, because they differ between machines."""
-    url, started = demo
-    clear(url)
-    begun = time.monotonic()
-    page = open_page(f"{url}/ui/")
-    seconds = {"mpic serve listens": started, "page": time.monotonic() - begun}
-    for name, click, shown in (
-        ("answer", "[data-sample=two]", ".facts"),
-        ("A/B answer", "[data-key=compare]", ".verdict"),
-    ):
-        assert page.locator(click).evaluate(ON_SCREEN)
-        page.click(click)
-        page.wait_for_selector(shown)
-        seconds[name] = time.monotonic() - begun
-    assert page.locator(".runs.two .text").count() == 2
-    total = seconds["mpic serve listens"] + seconds["A/B answer"]
-    parts = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
-    figures.append(f"first-time user: {total:.1f} s from `mpic serve` to the first A/B answer ({parts})")
+def test_files_that_are_dropped_get_handles_and_are_asked_about(fake, open_page, tmp_path):
+    page = open_page(fake.url)
+    (tmp_path / "red cat.png").write_bytes(png())
+    upload(page, SMALL_SAMPLES / "vera.txt", tmp_path / "red cat.png")
+    until(page, lambda: page.input_value(BOX).split() == ["FILE#VERA", "IMAGE#RED_CAT"])
+    page.wait_for_selector("#library [data-handle='IMAGE#RED_CAT'][data-state=ready] img")
+    until(page, "document.querySelector('#library img').naturalWidth > 0")
+    ask(page, "IMAGE#RED_CAT FILE#VERA What is it?")
+    assert questions(page) == ["IMAGE#RED_CAT FILE#VERA What is it?"] and ANSWER in page.inner_text("#bot")
+    page.click(f"{ANSWERED} summary")
+    strip = page.locator(".mpic-strip span")
+    assert {c for c in (one.get_attribute("class") for one in strip.all())} == {"s-device", "s-new"}
+    assert "36 reused" in page.inner_text(".mpic-blocks") and page.locator(".mpic-blocks img").count() == 1
 
 
-def test_upload_two_images_ask_see_what_was_reused_compare_without_reuse(demo_url, open_page):
-    clear(demo_url)
-    page = open_page(f"{demo_url}/")  # the root leads to the interface
-    assert page.url.rstrip("/").endswith("/ui") or "/ui#" in page.url or "/ui/#" in page.url
-    assert "Nothing here yet" in page.inner_text("#library-note")
-    upload(page, "beach.png", "garden.png")
-    assert page.input_value(BOX).split() == ["IMAGE#BEACH", "IMAGE#GARDEN"]  # each upload names itself
-    assert page.locator("#chips .chip img").count() == 2
-
-    ask(page, QUESTION)
-    assert page.inner_text(".answer .text").strip() == "4 and 3, so the first"
-    assert page.evaluate("document.activeElement.id") == "box"  # the clicked sample is gone, and one types on
-    line = page.inner_text(".facts")
-    assert re.search(r"[\d.]+ m?s to the first token", line) and "% reused" in line
-    assert not page.locator(".strip").count()  # the answer first; the strip on request
-    page.click(".facts")
-    assert page.locator(".strip .block.image img").count() == 2
-    shown = dict(re.findall(r"([a-z ]+)\s+(\d+)", page.inner_text(".legend")))
-    label = page.get_attribute(".strip", "aria-label")
-    assert sum(map(int, shown.values())) == int(re.match(r"\d+", label)[0])
-    assert int(shown["recomputed"]) == 32  # mpic-16 over two images
-    assert page.locator(".waterfall .bar").all_inner_texts()[-1].startswith("first token")
-
-    page.click("[data-key=compare]")
-    page.wait_for_selector(".verdict")
-    assert "Reuse did not change the answer." in page.inner_text(".verdict")
-    assert re.search(r"[\d.]+× (sooner|later)", page.inner_text(".facts"))
-    assert page.locator(".runs.two .strip").count() == page.locator(".runs.two .waterfall").count() == 2
+def test_a_file_that_is_dropped_beside_the_box_is_added_too(fake, open_page):
+    page = open_page(fake.url)
+    page.evaluate(
+        """() => { const files = new DataTransfer();
+        files.items.add(new File(['Vera lives in Rome.'], 'rome.txt', { type: 'text/plain' }));
+        const drop = { dataTransfer: files, bubbles: true, cancelable: true };
+        document.querySelector('h1').dispatchEvent(new DragEvent('drop', drop)); }"""
+    )
+    until(page, lambda: page.input_value(BOX).strip() == "FILE#ROME")
 
 
-def test_a_sample_question_adds_what_it_needs_and_its_names_fit_the_pictures(demo_url, open_page):
-    clear(demo_url)
-    page = open_page(f"{demo_url}/ui/", expected=("404",))
-    said = page.inner_text("#welcome")
-    assert "What this model knows" in said and "coloured shapes" in said and "never seen a photograph" in said
-    assert "mpic serve --model" in said
-    page.click("[data-sample=two]")
-    page.wait_for_selector(".facts")
-    assert page.inner_text(".answer .text").strip() == "blue star"
-    handles = page.evaluate("[...document.querySelectorAll('.file')].map(e => e.dataset.handle).sort()")
-    assert handles == ["SHAPES3", "SHAPES4"]
-    page.click("#new-chat")
-    ask(page, "Which has more shapes, IMAGE#SHAPES4 or IMAGE#SHAPES3?")
-    page.wait_for_selector(".facts")
-    assert page.inner_text(".answer .text").strip() == "4 and 3, so the first"  # as the names say
-    ask(page, too_long := "what? " * 20_000)
-    assert "context_length_exceeded" in page.inner_text(".error")
-    assert page.input_value(BOX) == too_long  # to be mended, not to be typed again
+def test_comparing_answers_again_without_reuse_and_marks_what_differs(fake, open_page):
+    add(fake, "RED")
+    page = open_page(fake.url)
+    ask(page, "IMAGE#RED What is it?")
+    fake.engine.answer = "The tower is smaller than the museum – by far."
+    page.click("[data-do=compare]")
+    page.wait_for_selector(".mpic-verdict")
+    assert page.locator("mark").all_inner_texts() == ["taller", "smaller"]
+    assert page.locator(".mpic-head code").all_inner_texts() == ["mpic-16", "full"]
+    assert "The answers differ" in page.inner_text(".mpic-verdict")
+    assert page.locator(".mpic-strip").count() == 2
 
 
-def test_references_are_searched_and_cited_and_can_be_opened(demo_url, open_page):
-    entries, queries = generated.load(generated.REFERENCES[1])
-    fact = next(e for e in entries if e["id"] == "fact-061")
-    question = next(q for q in queries if q["truth"] == fact["id"] and q["form"] == "question")
-    with httpx.Client(base_url=demo_url, timeout=60) as http:
-        data = {"id": "ref_fact", "title": fact["title"], "metadata": '{"shelf": "B 12"}'}
-        made = http.post("/v1/references", data=data, files={"file": ("fact.txt", fact["text"].encode())})
-        assert made.status_code == 200
-        page = open_page(f"{demo_url}/ui/")
-        try:
-            page.click(".picker:has-text('No search')")
-            page.get_by_role("option", name="Search when needed").click()
-            ask(page, question["text"])
-            assert page.inner_text(".answer .text").strip() == question["answer"]
-            assert page.inner_text(".cited").strip() == fact["title"]
-            page.click(".cited")
-            page.wait_for_selector("dialog .chunk")
-            opened = page.inner_text("dialog")
-            assert fact["text"][:40] in opened and "B 12" in opened and "SHA-256" in opened
-            page.keyboard.press("Escape")
-            reload(page)
-            assert "Search when needed" in page.inner_text("#tools")  # the choice is kept
-        finally:
-            http.delete("/v1/references/ref_fact")
+def test_an_answer_is_stopped_and_what_was_written_is_kept(fake, open_page):
+    fake.engine.pause = 0.2
+    page = open_page(fake.url)
+    begin(page, "Tell me")
+    page.click("#stop")
+    page.wait_for_selector(".mpic-hint:text-is('Stopped.')")
+    until(page, lambda: not fake.engine.held)
+    assert page.locator("#stop").count() == 0 or not page.locator("#stop").is_visible()
+    until(page, lambda: kept(page) and kept(page)[0][1].startswith("The tower"))
+    assert ANSWER not in kept(page)[0][1]
 
 
-def test_an_admin_adds_finds_and_removes_references(demo_url, open_page):
-    page = open_page(f"{demo_url}/ui/#references")
-    page.wait_for_selector("#shelf-note:has-text('No references yet.')")
-    page.click(".add-reference summary")
-    # nothing that looks like a text already there
-    assert page.get_attribute("#add-title", "placeholder") is None
-    for name in ("beach", "tower"):
-        page.set_input_files("#add-file", SMALL_SAMPLES / f"{name}.png")
-        page.fill("#add-title", f"The {name}")
-        page.click(".add-reference .primary")
-        page.wait_for_selector(f'.reference[data-state=ready]:has-text("The {name}")')
-    page.set_input_files(".find [type=file]", SMALL_SAMPLES / "tower.png")
-    page.wait_for_selector(".score")
-    assert page.locator(".reference b").first.inner_text() == "The tower"
-    assert page.locator(".query-picture").evaluate("e => e.naturalWidth") > 0  # the query is shown
-    page.click("[aria-label='Search without the picture']")
-    page.fill("#query", "a yellow circle")
-    page.keyboard.press("Enter")
-    page.wait_for_selector("text=most like “a yellow circle”")
-    page.click("text=Show all")
-    for name in ("beach", "tower"):
-        page.click(f'[aria-label="Remove The {name}"]')
-        assert "shared by all users" in page.inner_text("dialog")
-        page.click("dialog button:text-is('Cancel')")
-        assert page.locator(f'.reference:has-text("The {name}")').count() == 1
-        page.click(f'[aria-label="Remove The {name}"]')
-        page.click("dialog .danger")
-        page.wait_for_selector(f'.reference:has-text("The {name}")', state="detached")
+def test_a_tab_that_is_closed_ends_the_servers_work(fake, open_page):
+    fake.engine.pause = 0.5
+    page = open_page(fake.url)
+    begin(page, "Tell me")
+    page.close()
+    other = open_page(fake.url)
+    until(other, lambda: not fake.engine.held)
 
 
-def test_a_phone_shows_all_of_it_without_scrolling_sideways(demo_url, open_page):
-    clear(demo_url)
-    page = open_page(f"{demo_url}/ui/", **PHONE)
-    fits = "document.documentElement.scrollWidth <= innerWidth"
-    page.click("[data-sample=eight]")
-    page.wait_for_selector(".facts")
-    assert page.inner_text(".answer .text").strip() == "914"
-    more(page, 1, "Answer again without reuse")
-    page.wait_for_selector(".verdict")
-    page.click(".facts")
-    assert page.evaluate(fits)
-    assert not page.locator("#library").is_visible()
-    page.click("#side-open")
-    assert page.locator("#library").is_visible()
-    page.click("#views [data-view=policies]")
-    page.wait_for_selector(".table")
-    assert page.evaluate(fits) and not page.locator("#library").is_visible()
-    page.locator(".plots img").first.scroll_into_view_if_needed()
-    until(page, "document.querySelector('.plots img').naturalWidth > 0")
+def test_questions_are_answered_again_edited_and_taken_back(fake, open_page):
+    page = open_page(fake.url)
+    ask(page, "One")
+    fake.engine.answer = "Another answer."
+    page.click("[aria-label=Retry]")
+    until(page, lambda: "Another answer." in page.inner_text("#bot"))
+    ask(page, "Two")
+    page.locator("[aria-label=Edit]").first.click()
+    page.locator("#bot textarea").fill("First")
+    page.locator("[aria-label=Submit]").first.click()
+    until(page, lambda: questions(page) == ["First", "Two"] and page.locator(ANSWERED).count() == 2)
+    page.click("[aria-label=Undo]")
+    until(page, lambda: questions(page) == ["First"] and page.input_value(BOX) == "Two")
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.click("[data-do=delete]")
+    until(page, lambda: questions(page) == [] and kept(page) == [])
 
 
-def test_the_savings_page_counts_what_was_not_computed(demo_url, open_page):
-    clear(demo_url)
-    with httpx.Client(base_url=demo_url, timeout=60) as http:
-        file = {"file": ("idle.txt", b"nobody asks about this text")}
-        assert (
-            http.post("/v1/files", data={"purpose": "user_data", "handle": "IDLE"}, files=file).status_code
-            == 200
-        )
-    page = open_page(f"{demo_url}/ui/")
-    upload(page, "beach.png")
-    ask(page, "IMAGE#BEACH In image BEACH, what do you see?")
-    page.click("#views [data-view=savings]")
-    page.wait_for_selector(".tile")
-    saved, share = page.locator(".tile b").all_inner_texts()[:2]
-    assert int(saved.replace(",", "")) >= 48 and share.endswith("%")
-    assert "set a price" in page.inner_text("#money")
-    page.fill("#price", "1000000")
-    assert page.inner_text("#money") == f"${saved}.00"  # a dollar for each token
-    assert page.locator(".unused li").all_inner_texts()[0].startswith("IDLE")
-    page.select_option("#scope", "all")
-    page.wait_for_selector("h3:has-text('Users')")
-    assert "local" in page.inner_text("#savings .table >> nth=1")
+def test_chats_outlast_reloads_and_restarts_and_can_be_exported(fake, open_page):
+    page = open_page(fake.url, expected=AWAY)
+    ask(page, "What is **bold**?")
+    until(page, lambda: kept(page) == [["What is **bold**?", ANSWER]])
+    page.fill(BOX, "a draft")
     page.reload()
-    page.wait_for_selector("#money")
-    assert page.input_value("#price") == "1000000"
+    page.wait_for_selector(ANSWERED)
+    assert page.input_value(BOX) == "a draft"
+    fake.stop()
+    send(page, "Are you there?")
+    page.wait_for_selector("#mpic-notice:has-text('does not answer')")
+    with page.expect_event("load"):
+        fake.start()
+    page.wait_for_selector("body[data-ready]")
+    assert page.input_value(BOX) == "Are you there?"
+    page.press(BOX, "Enter")
+    until(page, lambda: page.locator(ANSWERED).count() == 2)
+    with page.expect_download() as exported:
+        page.locator("[data-act=export]").first.click()
+    assert ANSWER in exported.value.path().read_text()
+    page.click("[data-act=new]")
+    until(page, lambda: questions(page) == [])
+    page.click("#store .mpic-chats [data-act=open]")
+    until(page, lambda: len(questions(page)) == 2)
+
+
+def test_two_tabs_with_one_chat_lose_nothing(fake, open_page):
+    one = open_page(fake.url)
+    ask(one, "One")
+    until(one, lambda: len(kept(one)) == 1)
+    two = open_page(fake.url, context=one.context)
+    until(two, lambda: questions(two) == ["One"])
+    ask(two, "Two")
+    until(one, lambda: questions(one) == ["One", "Two"])
+    fake.engine.pause = 0.05
+    send(one, "Three")
+    send(two, "Four")
+    until(one, lambda: len(questions(one)) == 4 and len(kept(one)) == 4)
+    until(two, lambda: len(questions(two)) == 4 and len(kept(two)) == 4)
+    assert sorted(question for question, _ in kept(one)) == ["Four", "One", "Three", "Two"]
+
+
+def test_handles_are_completed_by_keyboard_while_one_types(fake, open_page):
+    add(fake, "RED", "REDDER", "BLUE")
+    page = open_page(fake.url)
+    page.wait_for_selector("#library [data-handle='IMAGE#BLUE']")
+    page.click(BOX)
+    page.keyboard.type("look at IMAGE#re")
+    options = page.locator("#mpic-handles [role=option]")
+    until(page, lambda: sorted(options.all_inner_texts()) == ["IMAGE#RED", "IMAGE#REDDER"])
+    second = options.nth(1).inner_text()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    assert page.input_value(BOX) == f"look at {second} " and questions(page) == []
+    page.keyboard.type("and IMAGE#B")
+    page.keyboard.press("Escape")
+    assert not page.locator("#mpic-handles").is_visible() and focused(page) == "Your question"
+
+
+def test_the_page_is_used_without_a_mouse(fake, open_page):
+    page = open_page(fake.url)
+    page.focus(BOX)
+    page.keyboard.type("Hello")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(ANSWERED)
+    page.focus(f"{ANSWERED} summary")
+    page.keyboard.press("Enter")
+    assert page.locator(".mpic-strip").is_visible()
+    tab_to(page, "Compare: answer again without reuse, side by side")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".mpic-verdict")
+
+
+def test_a_file_is_opened_renamed_and_deleted(fake, open_page):
+    fake.library.files.add("local", b"First line.\n\nSecond line.", "notes.txt", handle="NOTES")
+    page = open_page(fake.url)
+    ask(page, "FILE#NOTES What?")
+    page.click("#library [data-do=open]")
+    page.wait_for_selector(".mpic-document:has-text('Second line.')")
+    page.fill("#handle input, #handle textarea", "PAPER")
+    page.click("#rename")
+    page.wait_for_selector("#library [data-handle='FILE#PAPER']")
+    open_tab(page, "Chat")
+    ask(page, "And again?")  # the first question is sent with the new handle
+    assert page.locator(".mpic-error").count() == 0
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.click("#library [data-do=open]")
+    page.click("[data-do=remove]")
+    page.wait_for_selector("#library:has-text('No files yet')")
+    open_tab(page, "Chat")
+    ask(page, "Still?")
+    assert page.locator(".mpic-error").count() == 0
+
+
+def test_an_admin_adds_finds_and_removes_references(fake, open_page, tmp_path):
+    (tmp_path / "red.png").write_bytes(png())
+    page = open_page(fake.url)
+    open_tab(page, "References")
+    page.wait_for_selector("#references:has-text('No references yet')")
+    page.get_by_role("button", name="Add a reference").click()
+    page.set_input_files("#new-reference input[type=file]", tmp_path / "red.png")
+    page.fill("#new-title textarea, #new-title input", "A red square")
+    page.wait_for_selector("#new-reference :text('red')")
+    page.click("#put")
+    page.wait_for_selector("#references [data-state=ready] img")
+    page.click("#references [data-do=open]")
+    page.wait_for_selector("#reference img.mpic-full")
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.click("#references [data-do=remove]")
+    page.wait_for_selector("#references:has-text('No references yet')")
+
+
+def test_savings_policies_and_settings(fake, open_page):
+    add(fake, "RED")
+    page = open_page(fake.url)
+    ask(page, "IMAGE#RED What?")
+    open_tab(page, "Savings")
+    page.wait_for_selector(".mpic-tiles:has-text('Not computed')")
+    page.wait_for_selector(".vega-embed, canvas, svg.marks")
+    open_tab(page, "Policies")
+    page.wait_for_selector("td:text-is('mpic-16')")
+    until(page, "[...document.querySelectorAll('.mpic-plots img')].length > 3")
+    open_tab(page, "Settings")
+    before = page.evaluate("localStorage['mpic-settings']")
+    with page.expect_request(lambda request: "Be brief." in (request.post_data or "")):
+        page.fill("#system textarea", "Be brief.")
+    until(page, lambda: page.evaluate("localStorage['mpic-settings']") != before)
+    page.reload()
+    page.wait_for_selector("body[data-ready]")
+    open_tab(page, "Settings")
+    until(page, lambda: page.input_value("#system textarea") == "Be brief.")
+
+
+def test_a_login_that_has_ended_is_told_and_chats_belong_to_their_user(fake, open_page):
+    ann, key = fake.keys.create("ann")
+    bob, _ = fake.keys.create("bob", limits=KeyLimits(concurrent=4))
+    page = open_page(fake.url, ready=False, expected=("401",))
+    log_in(page, ann)
+    ask(page, "A secret of Ann")
+    until(page, lambda: len(kept(page)) == 1)
+    fake.keys.revoke(key.prefix)
+    send(page, "Another one")
+    page.wait_for_selector("#mpic-notice:has-text('Your login has ended')")
+    page.click("#mpic-notice a")
+    log_in(page, bob)
+    assert questions(page) == [] and page.locator("#store [data-act=open]").count() == 0
+    assert page.locator("text=The server now").count() == 0  # for administrators
+    page.click("button:text-is('Log out')")
+    page.wait_for_selector("#key")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("device", [{}, PHONE], ids=["desktop", "phone"])
+def test_axe_finds_nothing_in_our_own_parts(fake, open_page, scheme, device):
+    if not SOURCE.exists():
+        pytest.skip("axe-core is not here: tools/get_axe.sh gets it with npm")
+    add(fake, "RED")
+    page, audit = open_page(fake.url, color_scheme=scheme, bypass_csp=True, **device), Audit()
+    audit.look(page)
+    ask(page, "IMAGE#RED What?")
+    page.click(f"{ANSWERED} summary")
+    page.click("[data-do=compare]")
+    page.wait_for_selector(".mpic-verdict")
+    audit.look(page)
+    for name in ("Library", "References", "Savings", "Policies", "Settings"):
+        if page.get_by_role("tab", name=name).is_visible():
+            open_tab(page, name)
+            page.wait_for_timeout(300)
+            audit.look(page)
+    own = [found for found in audit.violations if "mpic" in found]
+    assert audit.views >= 2 and own == []
+    wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+    assert wide <= 0

@@ -1,0 +1,263 @@
+"""What happens in the chat: asking, comparing, answering again, editing, deleting, stopping."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import gradio as gr
+import pydantic
+
+from mpic.client import AsyncMPIC
+from mpic.errors import BadRequest, HandleTaken
+from mpic.webui.asking import add_file, answer, by_handle, mention, own_files
+from mpic.webui.chats import OpenChat, StoredAnswer, StoredChat, StoredTurn, Wishes, now, open_chat
+from mpic.webui.events import client_of, given, told
+from mpic.webui.parts import below, compared
+from mpic.webui.samples import sample_files, samples
+from mpic.webui.uploads import Sent, Uploads
+
+WAIT = 20.0
+"""Seconds that a sample question waits for its files; what is not compiled then, the answer compiles."""
+TITLE = 60
+MENTIONS = re.compile(r"^(?:(?:IMAGE|FILE)#\S+\s+)+")
+Shown = tuple[Any, Any, Any, Any]
+"""The chat, the store, the box of the question, and the button that stops an answer."""
+
+
+def messages(page: OpenChat) -> list[dict[str, Any]]:
+    """Returns the turns of a chat as Gradio's chatbot shows them."""
+    found: list[dict[str, Any]] = []
+    for turn in page.chat.turns:
+        found.append({"role": "user", "content": turn.question})
+        run = turn.answer
+        content: list[Any] = [compared(turn)] if turn.again else []
+        content = [gr.HTML(one, js_on_load=None) for one in content]
+        if not turn.again and run.text:
+            content.append(run.text)
+        elif run.state == "done" and not run.text:
+            content.append("*The answer is empty.*")
+        if under := below(turn, page.ms_per_token):
+            content.append(gr.HTML(under, js_on_load=None))
+        if content:
+            found.append({"role": "assistant", "content": content})
+    return found
+
+
+def wishes(*values: Any) -> Wishes:
+    """Returns the options that the pickers and the settings show. Raises BadRequest if one cannot be."""
+    try:
+        return Wishes(
+            **{name: value for name, value in zip(Wishes.model_fields, values) if value is not None}
+        )
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        raise BadRequest(f"{first['loc'][0]}: {first['msg']}", param=str(first["loc"][0])) from None
+
+
+def question(text: str) -> dict[str, Any]:
+    """Returns the value of the box with this text."""
+    return {"text": text, "files": []}
+
+
+def stop_button(shown: bool) -> dict[str, Any]:
+    return gr.update(visible=shown)
+
+
+class ChatEvents:
+    """See the module. Every event ends with ``Shown``."""
+
+    def __init__(self, uploads: Uploads) -> None:
+        self._uploads = uploads
+
+    @told
+    async def ask(self, value: Any, page: Any, request: gr.Request, *pickers: Any) -> AsyncIterator[Shown]:
+        open_page, run = open_chat(page), StoredAnswer(wishes=wishes(*pickers))
+        text = await self._with_files(client_of(request), value, request)
+        if not text.strip():
+            raise BadRequest("write a question first", param="question")
+        async for shown in self._ask(client_of(request), open_page, text.strip(), run):
+            yield shown
+
+    @told
+    async def act(
+        self, page: Any, event: gr.EventData, request: gr.Request, *pickers: Any
+    ) -> AsyncIterator[Shown]:
+        """Does what a button in the chat says."""
+        open_page, client, wanted = open_chat(page), client_of(request), given(event)
+        chat = open_page.chat
+        match wanted.get("do"):
+            case "sample":
+                text = await self._prepare(client, str(wanted.get("id")))
+                async for shown in self._ask(client, open_page, text, StoredAnswer(wishes=wishes(*pickers))):
+                    yield shown
+            case "again":
+                async for shown in self._answer_again(
+                    client, open_page, chat.turn(str(wanted.get("turn"))), pickers
+                ):
+                    yield shown
+            case "compare":
+                turn = chat.turn(str(wanted.get("turn")))
+                # the options of the first answer; a press would have no effect
+                without = turn.answer.wishes.model_copy(update={"policy": "full", "press": ""})
+                turn.again = StoredAnswer(wishes=without)
+                async for shown in self._run(client, open_page, turn, turn.again):
+                    yield shown
+            case "delete":
+                chat.remove(chat.turn(str(wanted.get("turn"))))
+                yield messages(open_page), open_page.model_dump(), gr.skip(), gr.skip()
+            case other:
+                raise BadRequest(f"no such action: {str(other)[:80]}", param="do")
+
+    @told
+    async def retry(self, page: Any, request: gr.Request, *pickers: Any) -> AsyncIterator[Shown]:
+        """Answers the last question again."""
+        open_page = open_chat(page)
+        last = _last(open_page.chat)
+        async for shown in self._answer_again(client_of(request), open_page, last, pickers):
+            yield shown
+
+    @told
+    async def edit(
+        self, page: Any, event: gr.EditData, request: gr.Request, *pickers: Any
+    ) -> AsyncIterator[Shown]:
+        """Asks a question in other words."""
+        open_page, index = open_chat(page), event.index
+        number = index[0] if isinstance(index, list | tuple) else index
+        turn = _turn_at(open_page, number)
+        turn.question = str(event.value).strip() or turn.question
+        async for shown in self._answer_again(client_of(request), open_page, turn, pickers):
+            yield shown
+
+    @told
+    async def undo(self, page: Any) -> Shown:
+        """Takes the last question back into the box."""
+        open_page = open_chat(page)
+        last = _last(open_page.chat)
+        open_page.chat.remove(last)
+        return messages(open_page), open_page.model_dump(), question(last.question), gr.skip()
+
+    @told
+    async def stopped(self, page: Any) -> Shown:
+        """Marks as stopped what was being answered."""
+        open_page = open_chat(page)
+        for turn in open_page.chat.turns:
+            for run in (turn.answer, turn.again):
+                if run is not None and run.running:
+                    run.state = "stopped"
+                    turn.touch()
+        return messages(open_page), open_page.model_dump(), gr.skip(), stop_button(False)
+
+    @told
+    async def opened(self, page: Any) -> Any:
+        """Shows the chat that the store has opened."""
+        return messages(open_chat(page))
+
+    @told
+    async def take(self, value: Any, request: gr.Request) -> dict[str, Any]:
+        """Adds the files in the box to the library, and writes their handles into the question."""
+        text = await self._with_files(client_of(request), value, request)
+        return question(text)
+
+    async def _with_files(self, client: AsyncMPIC, value: Any, request: gr.Request) -> str:
+        """Returns the text of the box with the handles of the files in it, which are in the library then."""
+        text, sent = box(value, self._uploads, request)
+        mentions = [mention(await add_file(client, one)) for one in sent]
+        return " ".join([*(m for m in mentions if m not in text), text]) if mentions else text
+
+    async def _ask(
+        self, client: AsyncMPIC, page: OpenChat, text: str, run: StoredAnswer
+    ) -> AsyncIterator[Shown]:
+        turns = page.chat.turns
+        at = max(now(), turns[-1].at + 1 if turns else 0)
+        turn = StoredTurn(id=secrets.token_hex(12), at=at, changed=at, question=text, answer=run)
+        turns.append(turn)
+        page.chat.title = page.chat.title or title(text)
+        async for shown in self._run(client, page, turn, run, ""):
+            yield shown
+
+    async def _answer_again(
+        self, client: AsyncMPIC, page: OpenChat, turn: StoredTurn, pickers: tuple[Any, ...]
+    ) -> AsyncIterator[Shown]:
+        turn.answer, turn.again = StoredAnswer(wishes=wishes(*pickers)), None
+        async for shown in self._run(client, page, turn, turn.answer):
+            yield shown
+
+    async def _run(
+        self, client: AsyncMPIC, page: OpenChat, turn: StoredTurn, run: StoredAnswer, value: str | None = None
+    ) -> AsyncIterator[Shown]:
+        """Answers, and shows how the answer grows."""
+        turn.touch()
+        box = gr.skip() if value is None else question(value)
+        yield messages(page), page.model_dump(), box, stop_button(True)
+        async with aclosing(answer(client, page.chat, turn, run)) as steps:  # type: ignore[type-var]
+            async for _ in steps:
+                yield messages(page), page.model_dump(), gr.skip(), gr.skip()
+        yield gr.skip(), gr.skip(), gr.skip(), stop_button(False)
+
+    async def _prepare(self, client: AsyncMPIC, id: str) -> str:
+        """Adds the files of a sample question, waits until they are compiled, and returns the question."""
+        model = (await client.models.list())[0].id
+        sample = next((one for one in samples(model) if one.id == id), None)
+        if sample is None:
+            raise BadRequest(f"no sample {id[:80]!r}", param="id")
+        there, added = by_handle(await own_files(client)), []
+        for handle in sample.files:
+            path = sample_files(model)[handle]
+            if handle not in there:
+                try:
+                    added.append(await add_file(client, Sent(path.name, path, 0, 0.0), handle))
+                except HandleTaken:  # another tab was faster
+                    continue
+        async with asyncio.timeout(WAIT):
+            for file in added:
+                await client.files.wait(file.id)
+        return sample.text
+
+
+def box(value: Any, uploads: Uploads, request: gr.Request) -> tuple[str, list[Sent]]:
+    """Returns the text in the box of the question, and the uploads that it names; none is opened yet.
+
+    Raises:
+        BadRequest: it is no value of the box.
+        NotFound: a file is not among the uploads of this user.
+    """
+    if not isinstance(value, dict) or not isinstance(value.get("text"), str):
+        raise BadRequest("the question cannot be read", param="question")
+    return value["text"], sent_files(value.get("files"), uploads, request)
+
+
+def sent_files(value: Any, uploads: Uploads, request: gr.Request) -> list[Sent]:
+    """Returns the uploads that a value of a file component names. Raises as ``box``."""
+    files = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(file, dict) for file in files):
+        raise BadRequest("files are objects with a path", param="files")
+    user = request.request.state.visitor.user  # type: ignore[union-attr]
+    return [uploads.find(user, file.get("path")) for file in files]
+
+
+def title(text: str) -> str:
+    """Returns the title of a chat that begins with a question."""
+    plain = MENTIONS.sub("", " ".join(text.split()))
+    return f"{plain[: TITLE - 1]}…" if len(plain) > TITLE else plain
+
+
+def _last(chat: StoredChat) -> StoredTurn:
+    if not chat.turns:
+        raise BadRequest("there is no question yet")
+    return chat.turns[-1]
+
+
+def _turn_at(page: OpenChat, index: int) -> StoredTurn:
+    """Returns the turn whose question is a message of the chatbot. Raises BadRequest."""
+    at = 0
+    for turn in page.chat.turns:
+        if at == index:
+            return turn
+        one = OpenChat(chat=page.chat.model_copy(update={"turns": [turn]}))
+        at += len(messages(one))
+    raise BadRequest("this question is no longer in the chat")

@@ -1,0 +1,144 @@
+// Keeps chats in this browser, each under its user and id in localStorage, and lists them. It runs in an HTML component
+// of Gradio's, whose value is what Python calls `OpenChat`; see webui/chats.py.
+const MOST = 100, SOON = 400;
+let user = null, saving = 0, answering = false;  // whether this tab is answering
+const prefix = () => `mpic-chat:${user}:`;
+const openKey = () => `mpic-open:${user}`;
+const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(12)), (n) => n.toString(16).padStart(2, '0')).join('');
+const fresh = () => ({ id: newId(), title: '', updated: 0, turns: [], removed: {} });
+const read = (key) => { try { return JSON.parse(localStorage.getItem(key)); } catch { return null; } };
+const load = (id) => read(prefix() + id);
+const all = () => {
+  const keys = Array.from({ length: localStorage.length }, (_, i) => localStorage.key(i)).filter((key) => key.startsWith(prefix()));
+  return keys.map(read).filter((chat) => chat?.id).sort((a, b) => b.updated - a.updated);
+};
+const say = (text) => { element.querySelector('.mpic-said').textContent = text; };
+
+/** Brings into a chat what another tab has kept of it: of each turn the later version. Returns whether that changed it. */
+const merge = (chat, kept) => {
+  const removed = { ...kept.removed };
+  for (const [id, when] of Object.entries(chat.removed)) removed[id] = Math.max(when, removed[id] ?? 0);
+  const latest = new Map(chat.turns.map((turn) => [turn.id, turn]));
+  for (const turn of kept.turns) if (!latest.has(turn.id) || latest.get(turn.id).changed < turn.changed) latest.set(turn.id, turn);
+  const turns = [...latest.values()].filter((turn) => !(removed[turn.id] >= turn.changed)).sort((a, b) => a.at - b.at);
+  const news = turns.length !== chat.turns.length || turns.some((turn, i) => turn !== chat.turns[i]);
+  Object.assign(chat, { turns, removed });
+  return news;
+};
+
+const runs = (chat) => chat.turns.flatMap((turn) => [turn.answer, turn.again]).filter((run) => ['waiting', 'writing'].includes(run?.state));
+/** A chat that is opened, perhaps after the page was left meanwhile. If another tab answers, that will bring it on. */
+const atRest = (chat) => { for (const run of runs(chat)) run.state = 'stopped'; return chat; };
+const write = (chat) => {
+  for (;;) {
+    try { return localStorage.setItem(prefix() + chat.id, JSON.stringify(chat)); } catch (error) {
+      const oldest = all().filter((one) => one.id !== chat.id).at(-1);
+      if (!oldest) return say(`This chat could not be kept in this browser: ${error.name}. Export it if you need it.`);
+      localStorage.removeItem(prefix() + oldest.id);
+      say(`This browser is full; the oldest chat, “${oldest.title}”, was removed.`);
+    }
+  }
+};
+
+const save = () => {
+  clearTimeout(saving);
+  saving = 0;
+  const { chat } = props.value;
+  if (!chat.turns.length && !Object.keys(chat.removed).length) return;
+  const kept = load(chat.id);
+  const news = kept && merge(chat, kept);
+  chat.updated = Date.now();
+  write(chat);
+  localStorage.setItem(openKey(), chat.id);
+  for (const old of all().slice(MOST)) {
+    localStorage.removeItem(prefix() + old.id);
+    say(`This browser keeps ${MOST} chats; the oldest, “${old.title}”, was removed.`);
+  }
+  show();
+  if (news && !answering) open(chat);
+};
+
+const open = (chat) => {
+  if (saving) save();  // what the chat before this one is still to keep
+  props.value = { ...props.value, chat };
+  localStorage.setItem(openKey(), chat.id);
+  show();
+  trigger('opened');
+};
+
+const leave = () => { clearTimeout(saving); saving = 0; };
+const download = (name, text, type) => {
+  const link = Object.assign(document.createElement('a'), { href: URL.createObjectURL(new Blob([text], { type })), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+};
+const asMarkdown = (chat) => `# ${chat.title}\n\n${chat.turns.map((turn) => `**You:** ${turn.question}\n\n${turn.answer.text}\n`).join('\n')}`;
+const fileName = (chat) => chat.title.replace(/[^\w-]+/g, '-').slice(0, 60) || 'chat';
+
+const actions = {
+  new: () => open(fresh()),
+  open: (id) => { const chat = load(id); if (chat) open(atRest(chat)); },
+  rename: (id) => {
+    const chat = load(id), title = prompt('Title of the chat', chat.title);
+    if (!title) return;
+    Object.assign(chat, { title: title.slice(0, 200), updated: Date.now() });
+    write(chat);
+    if (props.value.chat.id === id) props.value = { ...props.value, chat };
+    show();
+  },
+  export: (id) => { const chat = load(id); download(`${fileName(chat)}.md`, asMarkdown(chat), 'text/markdown'); },
+  delete: (id) => {
+    if (!confirm(`Delete the chat “${load(id).title}”?`)) return;
+    localStorage.removeItem(prefix() + id);
+    if (props.value.chat.id === id) { leave(); open(fresh()); } else show();
+  },
+  exportAll: () => download('chats.json', JSON.stringify(all(), null, 1), 'application/json'),
+  deleteAll: () => {
+    if (!confirm('Delete all chats that this browser keeps for you? Export them first if you may need them.')) return;
+    for (const chat of all()) localStorage.removeItem(prefix() + chat.id);
+    leave();
+    open(fresh());
+  },
+};
+
+const button = (text, label, act, id) => {
+  const made = Object.assign(document.createElement('button'), { type: 'button', className: 'mpic-button', textContent: text });
+  if (label) Object.assign(made, { title: label }).setAttribute('aria-label', label);
+  Object.assign(made.dataset, { act, id: id || '' });
+  return made;
+};
+const show = () => {
+  const list = element.querySelector('.mpic-chats'), now = props.value.chat.id, focused = document.activeElement?.dataset;
+  const { act, id } = list.contains(document.activeElement) ? focused : {};
+  list.replaceChildren(...all().map((chat) => {
+    const item = document.createElement('li'), title = button(chat.title || 'Chat', '', 'open', chat.id);
+    if (chat.id === now) title.setAttribute('aria-current', 'true');
+    item.append(title, ...[['✎', 'Rename', 'rename'], ['⤓', 'Export', 'export'], ['✕', 'Delete', 'delete']]
+      .map(([sign, what, does]) => button(sign, `${what} ${chat.title}`, does, chat.id)));
+    return item;
+  }));
+  if (act) list.querySelector(`[data-act="${act}"][data-id="${CSS.escape(id)}"]`)?.focus();
+};
+
+element.addEventListener('click', (event) => {
+  const { act, id } = event.target.closest('[data-act]')?.dataset || {};
+  if (act && user !== null) { say(''); actions[act](id); }
+});
+document.addEventListener('mpic-store', (event) => actions[event.detail.do]?.(event.detail.id));
+document.addEventListener('mpic-chat', (event) => trigger('act', event.detail));
+addEventListener('storage', (event) => {  // another tab has changed something
+  if (user === null || !event.key?.startsWith(prefix())) return;
+  const { chat } = props.value, kept = load(chat.id);
+  if (kept && !answering && merge(chat, kept)) open(chat); else show();
+});
+addEventListener('pagehide', () => { if (saving) save(); });
+watch('value', () => {
+  if (!props.value?.chat) return;
+  if (user !== props.value.user) {  // the page has just been loaded
+    user = props.value.user;
+    dispatchEvent(new CustomEvent('mpic-user', { detail: user }));
+    return open(atRest(load(localStorage.getItem(openKey())) || fresh()));
+  }
+  answering = runs(props.value.chat).length > 0;
+  saving ||= setTimeout(save, SOON);
+});

@@ -1,0 +1,170 @@
+"""Visitors of the page: a cookie stands for a login, and a login for an API key, with which the SDK calls the API."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple, Protocol
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mpic.client import AsyncInProcess, AsyncMPIC
+from mpic.errors import Forbidden, Unauthorized
+from mpic.keys import LOGIN_SECONDS, Key, KeyStore, Role
+
+COOKIE = "mpic_session"
+COOKIE_VALUE = re.compile(rb"[A-Za-z0-9_-]{1,128}")
+UNKNOWN_KEY = "This key is not known here, or it was revoked."
+LOCAL = "local"
+CLIENTS = 256
+"""Clients that are kept, and logins of a page that stands alone."""
+
+
+class Visitor(NamedTuple):
+    """The user who makes a request.
+
+    Attributes:
+        keyed: whether the user has logged in with a key; else the server needs none.
+        client: calls the API as this user.
+    """
+
+    user: str
+    role: Role
+    keyed: bool
+    client: AsyncMPIC
+
+
+class Logins(Protocol):
+    """The logins of a page."""
+
+    async def visitor(self, cookie: str | None) -> Visitor | None:
+        """Returns the visitor who has this cookie; None if one has to log in first."""
+
+    async def log_in(self, key: str) -> str:
+        """Returns a new cookie for an API key. Raises Unauthorized, RateLimited."""
+
+    async def log_out(self, cookie: str) -> None:
+        """Ends a login, if there is one."""
+
+
+class ServedLogins:
+    """Logins of the page that a server serves. The key store keeps them, and revokes them with their keys.
+
+    Args:
+        app: the server, which is called in this process.
+        keys: the keys of the server.
+        always: True if a key is needed even while none exist.
+        admit: counts a login against the limits of its key, and returns the new cookie.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: KeyStore, always: bool, admit: Callable[[Key], Awaitable[str]]
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._always = always
+        self._admit = admit
+        self._clients: OrderedDict[str, AsyncMPIC] = OrderedDict()
+
+    async def visitor(self, cookie: str | None) -> Visitor | None:
+        if not self._always and not self._keys.exist():
+            return Visitor(LOCAL, "admin", False, self._client(None))
+        key = self._keys.logged_in(cookie) if cookie else None
+        return key and Visitor(key.user, key.role, True, self._client(key))
+
+    async def log_in(self, key: str) -> str:
+        found = self._keys.find(key)
+        if found is None:
+            raise Unauthorized(UNKNOWN_KEY)
+        if found.role == "metrics":
+            raise Forbidden("This key is for metrics only.")
+        return await self._admit(found)
+
+    async def log_out(self, cookie: str) -> None:
+        self._keys.log_out(cookie)
+
+    def _client(self, key: Key | None) -> AsyncMPIC:
+        name = key.prefix if key else ""
+        if name not in self._clients:
+
+            async def with_key(scope: Scope, receive: Receive, send: Send) -> None:
+                scope["state"]["login"] = (
+                    key  # server/auth.py looks for it; no request from outside can hold it
+                )
+                await self._app(scope, receive, send)
+
+            client = AsyncMPIC(
+                "http://127.0.0.1",
+                "",
+                transport=AsyncInProcess(with_key if key else self._app),
+                local_files=False,
+            )
+            self._clients[name] = client
+            if len(self._clients) > CLIENTS:
+                self._clients.popitem(last=False)
+        return self._clients[name]
+
+
+class _Login(NamedTuple):
+    until: float
+    visitor: Visitor
+
+
+class LoginsAlone:
+    """Logins of a page that stands alone before a server elsewhere. They hold keys, so they are kept in memory only,
+    and end with the process.
+
+    Args:
+        url: address of the server.
+        clock: function that returns seconds.
+    """
+
+    def __init__(self, url: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._url = url
+        self._clock = clock
+        self._open: Visitor | None = None  # the visitor without a key, once the server has answered one
+        self._logins: OrderedDict[str, _Login] = OrderedDict()
+
+    async def visitor(self, cookie: str | None) -> Visitor | None:
+        login = self._logins.get(_digest(cookie)) if cookie else None
+        if login is not None and login.until > self._clock():
+            return login.visitor
+        if self._open is None:
+            try:
+                self._open = await self._identify("")
+            except Unauthorized:
+                return None
+        return self._open
+
+    async def log_in(self, key: str) -> str:
+        try:
+            visitor = await self._identify(key)
+        except Unauthorized:
+            raise Unauthorized(UNKNOWN_KEY) from None
+        cookie = secrets.token_urlsafe(32)
+        self._logins[_digest(cookie)] = _Login(self._clock() + LOGIN_SECONDS, visitor)
+        if len(self._logins) > CLIENTS:
+            self._logins.popitem(last=False)
+        return cookie
+
+    async def log_out(self, cookie: str) -> None:
+        self._logins.pop(_digest(cookie), None)
+
+    async def _identify(self, key: str) -> Visitor:
+        """Asks the server who has a key, "" for nobody. Raises Unauthorized."""
+        client = AsyncMPIC(self._url, key, local_files=False)
+        role: Role = "admin"
+        try:
+            await client.references.index()  # for administrators
+        except Forbidden:
+            role = "user"
+        # the server does not tell the name of a user; the first part of a key is public
+        return Visitor(key.rpartition("_")[0] if key else LOCAL, role, bool(key), client)
+
+
+def _digest(cookie: str) -> str:
+    return hashlib.sha256(cookie.encode()).hexdigest()
