@@ -39,7 +39,7 @@ HEADERS = {
 """Of every response that has none of its own; the page itself has another policy (``page.py``)."""
 
 
-class Gate:
+class PageGate:
     """See the module. Puts the ``Visitor`` into ``scope["state"]["visitor"]``."""
 
     def __init__(self, app: ASGIApp, logins: Logins) -> None:

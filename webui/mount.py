@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 
 from mpic.http.hosts import is_loopback
-from mpic.webui.gate import ROOT, Gate
+from mpic.webui.gate import ROOT, PageGate
 from mpic.webui.page import Page
 from mpic.webui.visitors import ServedLogins
 
@@ -35,5 +35,5 @@ def mount(app: FastAPI, config: Config) -> Page:
     logins = ServedLogins(app, state.keys, not is_loopback(config.server.host), admit)
     page = Page(logins, config.library.upload_bytes)
     app.mount(ROOT, page)
-    app.add_middleware(Gate, logins=logins)
+    app.add_middleware(PageGate, logins=logins)
     return page

@@ -58,7 +58,7 @@ PRIVATE = {"cache-control": "private, max-age=600", "vary": "Cookie"}
 
 
 class Page:
-    """An ASGI application for the routes below ``/ui``, behind a ``Gate``.
+    """An ASGI application for the routes below ``/ui``, behind a ``PageGate``.
 
     Args:
         logins: the logins.
@@ -116,6 +116,8 @@ class Page:
                 cookie = await self.logins.log_in(key.strip())
             except Unauthorized as error:
                 return _login_page(error.message, 401)
+            except Forbidden as error:
+                return _login_page(error.message, 403)
             except RateLimited as error:
                 return _login_page(
                     f"Log in again in {math.ceil(error.retry_after or 1)} s: {error.message}.", 429
