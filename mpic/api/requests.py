@@ -131,7 +131,10 @@ class Answered(Strict):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, value: Any) -> Any:
-        return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+        if isinstance(value, dict):  # in place: errors find the field by the identity of what holds it
+            for name in [name for name, inner in value.items() if inner is None]:
+                del value[name]
+        return value
 
 
 class CalledFunctionParam(Answered):
