@@ -83,7 +83,7 @@ class Page:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         prefix = scope.get(
             "app_root_path", ""
-        )  # where a proxy shows the server; it has taken it off the path
+        )  # where a proxy shows the server, and not in the path any more
         scope = {**scope, "path": prefix + scope["path"]}
         await self._routes(scope, receive, send)
 
@@ -99,9 +99,7 @@ class Page:
         errors.install(app)
 
         @app.get("/login")
-        async def login_page(
-            request: Request, session: Annotated[str | None, Cookie(alias=COOKIE)] = None
-        ) -> Response:
+        async def login_page(request: Request) -> Response:
             visitor = await self.logins.visitor(None)
             return RedirectResponse(f"{_root(request)}/", 303) if visitor else _login_page()
 
