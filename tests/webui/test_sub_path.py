@@ -138,3 +138,11 @@ def test_gradios_client_calls_nothing_and_reads_no_file(fake, tmp_path):
         with pytest.raises(Exception):  # noqa: B017
             client.predict(*[str(secret) for _ in function.inputs], api_name=f"/{function.name}")
     assert fake.library.files.page("local").files == []
+
+
+def test_a_page_alone_says_that_its_server_is_away():
+    with serving(standalone("http://127.0.0.1:1")) as url:
+        for path in ("ui/", "ui/thumbs/file-x"):
+            answer = httpx.get(f"{url}/{path}")
+            assert answer.status_code == 503 and "127.0.0.1:1" in answer.json()["error"]["message"]
+        assert httpx.post(f"{url}/ui/login", data={"key": "mpic_x"}).status_code == 503
