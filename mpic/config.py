@@ -71,9 +71,9 @@ class ServerConfig:
         hosts: host names by which clients may call the server when there are API keys, comma-separated; * allows any.
         cors_origins: origins whose pages may call from a browser, such as https://app.example.org, comma-separated; *
             allows any, and needs API keys.
+        port: 0 lets the system choose.
         root_path: the path at which a reverse proxy shows the server, such as /mpic, if the proxy does not send it as
             X-Forwarded-Prefix.
-        port: 0 lets the system choose.
         max_body_bytes: largest JSON body (data URLs count).
         max_body_values: maximum number of objects, lists, strings, numbers and so on in one JSON body, and in the
             arguments of all its tool calls together.
@@ -96,8 +96,8 @@ class ServerConfig:
     host: str = "127.0.0.1"
     hosts: str = ""
     cors_origins: str = ""
-    root_path: str = ""
     port: int = 8000
+    root_path: str = ""
     max_body_bytes: int = 64 * MiB
     max_body_values: int = 1 << 17
     max_chunks: int = 256

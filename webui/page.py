@@ -22,12 +22,14 @@ from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Redirect
 from starlette.datastructures import UploadFile
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mpic.client import ClientError
 from mpic.errors import BadRequest, Forbidden, InvalidUpload, NotFound, RateLimited, TooLarge, Unauthorized
 from mpic.http import errors
 from mpic.http.body import parse
 from mpic.http.hosts import is_loopback
 from mpic.keys import LOGIN_SECONDS
 from mpic.library import thumbnail
+from mpic.webui.gate import unavailable
 from mpic.webui.plots import plot
 from mpic.webui.uploads import MOST, Uploads
 from mpic.webui.visitors import COOKIE, Logins, Visitor
@@ -83,7 +85,7 @@ class Page:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         prefix = scope.get(
             "app_root_path", ""
-        )  # where a proxy shows the server; it has taken it off the path
+        )  # where a proxy shows the server, and not in the path any more
         scope = {**scope, "path": prefix + scope["path"]}
         await self._routes(scope, receive, send)
 
@@ -97,11 +99,10 @@ class Page:
     def _make_routes(self) -> FastAPI:
         app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
         errors.install(app)
+        app.add_exception_handler(ClientError, _unreachable)
 
         @app.get("/login")
-        async def login_page(
-            request: Request, session: Annotated[str | None, Cookie(alias=COOKIE)] = None
-        ) -> Response:
+        async def login_page(request: Request) -> Response:
             visitor = await self.logins.visitor(None)
             return RedirectResponse(f"{_root(request)}/", 303) if visitor else _login_page()
 
@@ -324,6 +325,11 @@ class Page:
         queue.pending_messages_per_session.pop(session, None)
         states.session_data.pop(session, None)
         states.time_last_used.pop(session, None)
+
+
+async def _unreachable(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ClientError)
+    return errors.response(unavailable(error))
 
 
 def _root(request: Request) -> str:

@@ -143,7 +143,7 @@ async def _docs(request: Request) -> HTMLResponse:
 
 
 async def _home(request: Request) -> RedirectResponse:
-    return RedirectResponse(f"{request.scope.get('root_path', '')}/ui/")
+    return RedirectResponse(f"{request.scope.get('root_path', '')}/ui")
 
 
 @asynccontextmanager

@@ -14,7 +14,7 @@ from mpic_lab.eval.run import Evaluator, _Session
 from mpic_lab.eval.tables import needle_tables
 from mpic_lab.eval.tasks import TaskError, find
 
-PAPERS = sorted((Path(__file__).resolve().parents[2] / "papers").glob("*.toml"))
+PAPERS = sorted((Path(__file__).resolve().parents[2] / "lab" / "papers").glob("*.toml"))
 PEOPLE = [
     {"context": f"{name} lives in {city}.", "qas": [{"id": name, "question": "Where?", "answers": [{"text": city}]}]}
     for name, city in (("Ana", "Rome"), ("Bob", "Oslo"))
@@ -80,8 +80,8 @@ def write(task, path):
 
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda path: path.stem)
 def test_what_is_missing_is_named_with_where_it_is_published(paper, tmp_path):
-    copy = tmp_path / "papers" / paper.name
-    copy.parent.mkdir()
+    copy = tmp_path / "lab" / "papers" / paper.name
+    copy.parent.mkdir(parents=True)
     copy.write_text(paper.read_text())
     config = load_eval_config(copy)
     reads = [entry for entry in config.tasks if find(entry.name).reads_file]
@@ -116,8 +116,8 @@ def test_it_runs_on_small_files_in_the_same_formats(paper, tmp_path, tiny_model,
     }
     for old, new in changes.items():
         text = re.sub(old, new, text, flags=re.MULTILINE)
-    copy = tmp_path / "papers" / paper.name
-    copy.parent.mkdir()
+    copy = tmp_path / "lab" / "papers" / paper.name
+    copy.parent.mkdir(parents=True)
     copy.write_text(text)
     config = load_eval_config(copy)
     for entry in config.tasks:

@@ -121,3 +121,28 @@ def test_a_page_alone_shows_another_server_with_the_visitors_key(fake, open_page
         page.wait_for_selector(
             ".mpic-error:has-text('revoked'), [data-testid=toast-body]:has-text('revoked')"
         )
+
+
+def test_gradios_client_calls_nothing_and_reads_no_file(fake, tmp_path):
+    from gradio_client import Client
+
+    secret = tmp_path / "secret.txt"
+    secret.write_text("secret")
+    client = Client(fake.url, verbose=False, analytics_enabled=False, download_files=str(tmp_path / "down"))
+    assert client.view_api(return_format="dict") == {"named_endpoints": {}, "unnamed_endpoints": {}}
+    blocks = fake.app.state.page._blocks
+    for index, function in blocks.fns.items():
+        with pytest.raises(Exception):  # noqa: B017, of whatever kind: nothing may come back
+            named = [{"path": str(secret), "meta": {"_type": "gradio.FileData"}} for _ in function.inputs]
+            client.predict(*named, fn_index=index)
+        with pytest.raises(Exception):  # noqa: B017
+            client.predict(*[str(secret) for _ in function.inputs], api_name=f"/{function.name}")
+    assert fake.library.files.page("local").files == []
+
+
+def test_a_page_alone_says_that_its_server_is_away():
+    with serving(standalone("http://127.0.0.1:1")) as url:
+        for path in ("ui/", "ui/thumbs/file-x"):
+            answer = httpx.get(f"{url}/{path}")
+            assert answer.status_code == 503 and "127.0.0.1:1" in answer.json()["error"]["message"]
+        assert httpx.post(f"{url}/ui/login", data={"key": "mpic_x"}).status_code == 503
