@@ -21,6 +21,7 @@ def _serve(words: list[str], out: Connection, log: Path) -> None:
     with log.open("ab") as errors:
         os.dup2(out.fileno(), 1)
         os.dup2(errors.fileno(), 2)
+    sys.stdout = os.fdopen(1, "w", closefd=False)  # the one before believes that it is a file, which can seek
     sys.argv = ["mpic", "serve", *words]
     cli.main()
 

@@ -219,7 +219,8 @@ def _key(chunk: ChunkKey, model: str = "0" * 64, recipe: Recipe | None = None) -
 
 def _lookups(settings: Settings, library: Library, ticker: Ticker) -> list[Row]:
     """Measures look-ups of images used before and of images used for the first time."""
-    decoder = DecoderShape(layers=2, hidden=64, heads=2, intermediate=64, context=1 << 16)
+    heads = max(1, settings.hidden // 64)  # as wide as the embeddings of the images
+    decoder = DecoderShape(layers=2, hidden=settings.hidden, heads=heads, intermediate=64, context=1 << 16)
     pair = make_pair(decoder, BenchDevice(torch.device("cpu"), torch.float32), seed=settings.seed)
     pages = settings.linked * (-(-settings.image_tokens // PAGE) + 40) + 256
     ids = Ids(decoder.vocabulary, settings.seed)

@@ -94,7 +94,7 @@ def as_mpic_error(exc: BaseException) -> MPICError:
     )
     if not due:
         return error
-    what = f"{error.code}: {error.message}"
+    what = f"{error.code}: {error.message}" + (f" ({error.__cause__})" if error.__cause__ else "")
     if error is not exc:
         what = f"A request failed with an unexpected {type(exc).__name__}."
     times = f" ({due:,} times since the last such line, {count:,} in all)" if count > 1 else ""

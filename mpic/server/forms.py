@@ -11,7 +11,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from os import PathLike
 from typing import Any
 from urllib.parse import unquote_to_bytes
@@ -57,8 +57,11 @@ class UploadsUnderWay:
 
     def room(self) -> int:
         """Returns the bytes that one user's uploads may take now."""
-        free = (shutil.disk_usage(folder).free for folder in self._folders)
-        return min(self._most, *(left // 4 for left in free))
+        room = self._most
+        for folder in self._folders:
+            with suppress(FileNotFoundError):  # it was removed: whoever writes to it says so
+                room = min(room, shutil.disk_usage(folder).free // 4)
+        return room
 
     def bytes_of(self, user: str) -> int:
         """Returns the bytes that a user's uploads take."""

@@ -172,4 +172,5 @@ def test_a_file_that_goes_before_its_size_is_read_is_left_out(library, beside, m
         return stat(path, **options)
 
     monkeypatch.setattr(os, "stat", too_late)
+    monkeypatch.setattr(os, "lstat", lambda path: too_late(path, follow_symlinks=False))
     assert [item.path for item in garbage(beside)] == [kept] and not going

@@ -117,7 +117,7 @@ def test_the_limit_stops_an_endless_upload(open_library):
         library.files.add("ann", endless(), "f")
 
 
-@pytest.mark.parametrize("handle", ["", " ", "a b", "a/b", "é", "x" * 65, "a\n", "#A"])
+@pytest.mark.parametrize("handle", ["", " ", "a b", "a/b", ".", "..", "-", "x" * 65, "a\n", "#A"])
 def test_malformed_handles_are_refused(library, handle):
     with pytest.raises(BadRequest, match="handle"):
         library.files.add("ann", b"text", "f", handle=handle)

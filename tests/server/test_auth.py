@@ -230,7 +230,7 @@ async def test_finished_requests_are_not_counted(tmp_path):
     async with httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://x") as http:
         for _ in range(3):
             assert (await http.get("/v1/x", headers=bearer(secret))).status_code == 200
-    assert not gate._under_way
+    assert not gate._running and not gate._counts
     keys.close()
 
 

@@ -180,7 +180,7 @@ async def test_expiry(tmp_path, template):
         (b"text", {"handle": "no spaces"}, "bad_request", "handle"),
         (b"text", {"purpose": "fine-tune"}, "unsupported_parameter", "purpose"),
         (b"text", {"kind": "image"}, "unsupported_parameter", "kind"),
-        (b"text", {"expires_after[seconds]": "60"}, "bad_request", "expires_after"),
+        (b"text", {"expires_after[seconds]": "60"}, "bad_request", "expires_after[anchor]"),
         (b"text", {"expires_after[anchor]": "now"}, "bad_request", "expires_after[anchor]"),
         (b"text", lifetime("soon"), "bad_request", "expires_after[seconds]"),
         (b"text", lifetime("0"), "bad_request", "expires_after[seconds]"),
@@ -273,13 +273,14 @@ def grow(library, numbers):
     [sample] = library.files.page("local", limit=1).files
     with library.catalog.write() as db:
         for n in numbers:
-            db.execute(f"{file} 'file-grown{n}', {rest}", (sample.id,))
-            db.execute(
-                f"INSERT INTO caches (id, owner, name, split, created_at) VALUES ('group-{n}', 'local', '', 'null', 0)"
-            )
+            db.execute(f"{file} 'file-{n:024}', {rest}", (sample.id,))
+            cache = "INSERT INTO caches (id, owner, name, split, created_at) VALUES"
+            db.execute(f"{cache} ('group-{n:024}', 'local', '', 'null', 0)")
             for i in range(2):
-                db.execute(f"{file} 'cache-grown{n}-{i}', {rest}", (sample.id,))
-                db.execute(f"INSERT INTO cache_chunks VALUES ('cache-grown{n}-{i}', 'group-{n}', {i}, 0, 1)")
+                db.execute(f"{file} 'cache-{2 * n + i:024}', {rest}", (sample.id,))
+                db.execute(
+                    f"INSERT INTO cache_chunks VALUES ('cache-{2 * n + i:024}', 'group-{n:024}', {i}, 0, 1)"
+                )
 
 
 async def test_a_page_costs_what_its_rows_cost_however_many_there_are(tmp_path, template):

@@ -338,7 +338,7 @@ def test_a_folder_that_has_lost_its_keys_is_not_served_without_any(tmp_path, los
     check_not_lost(tmp_path)  # which makes the mark again
     lose(tmp_path)
     with pytest.raises(KeysLost, match=r"has had API keys.*mpic keys create.*remove keys.needed"):
-        preflight.check(load_config(None, {"data_dir": str(tmp_path)}))
+        preflight.check(load_config(None, {"data_dir": str(tmp_path), "port": 0}))
     with closing(KeyStore(tmp_path)) as keys:
         assert keys.exist(), "nobody is the local admin"
     with pytest.raises(KeysLost):

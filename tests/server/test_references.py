@@ -76,7 +76,7 @@ async def test_a_search_finds_by_text_and_image_at_once_after_adding(server):
         ({"query": "x", "top_k": 0}, "invalid_value", "top_k"),
         ({"query": "x", "top_k": 101}, "invalid_value", "top_k"),
         ({"query": "x", "min_score": 2}, "invalid_value", "min_score"),
-        ({"query": "x", "filter": {"a": {"like": "b"}}}, "bad_request", "filter.a"),
+        ({"query": "x", "filter": {"a": {"like": "b"}}}, "bad_request", "filter.a.like"),
         ({"image": "http://elsewhere/x.png"}, "bad_request", "image"),
         ({"image": "data:image/png;base64,!"}, "bad_request", "image"),
         ({"image": "data:image/png;base64,é"}, "bad_request", "image"),
