@@ -15,7 +15,6 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import platformdirs
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
@@ -68,6 +67,8 @@ def _cache_folder(path: Path, dtype: str) -> Path:
 
 def converted_folder() -> Path:
     """Return the folder in which converted models are kept for this user."""
+    import platformdirs  # here, because a GPU is measured on machines without it (`make report-gpu`)
+
     return Path(platformdirs.user_cache_dir("mpic", appauthor=False)) / "gguf"
 
 
