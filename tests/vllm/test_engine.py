@@ -473,13 +473,17 @@ def test_closing_ends_what_runs_and_leaves_no_process(bench):
 
 
 @pytest.mark.parametrize("policy", ["full", "mpic-16"])
-def test_an_answer_that_nobody_reads_leaves_vllm_and_goes_on_as_if_it_had_been_read(bench, monkeypatch, policy):
+def test_an_answer_that_nobody_reads_leaves_vllm_and_goes_on_as_if_it_had_been_read(
+    bench, monkeypatch, policy
+):
     prompt = bench.prompt("IMAGE#MAP7 FILE#VERA What?")
     options = {"tokens": 40, "ignore_eos": True}
     whole_answer = bench.ask(prompt, policy, **options)
     monkeypatch.setattr(stream_module, "UNREAD", 8)
     stream, left = bench.submit(prompt, policy, **options), bench.submit(prompt, policy, **options)
-    until(lambda: len(bench.engine._active) == 2 and all(one.stream.full for one in list(bench.engine._active)))
+    until(
+        lambda: len(bench.engine._active) == 2 and all(one.stream.full for one in list(bench.engine._active))
+    )
     until(lambda: not bench.engine._gate.inside())
     assert all(9 <= len(one._generated) <= 16 for one in bench.engine._active)
     left.abort()

@@ -112,9 +112,9 @@ class Ahead:
 
 
 def _continues(part: BatchSlice) -> bool:
-    """Returns whether a request is decoding, may generate more than the token that is being drawn, and has a slot for
-    its KV, and whether its answer is read. Log-probabilities are read from the logits when the token is known, so requests with them take one step
-    after the other."""
+    """Returns whether a request is decoding, may generate more than the token that is being drawn, has a slot for its
+    KV, and is being read. Log-probabilities are read from the logits when the token is known, so requests with them
+    take one step after the other."""
     request, lo, hi = part
     return (
         isinstance(request, Request)

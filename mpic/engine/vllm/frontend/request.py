@@ -160,8 +160,9 @@ class Request:
         return prepared.plan.own + len(self._generated) - self._in_prompt + sum(missing.values())
 
     async def _generate(self, turn: Entered, again: bool = False) -> Progress:
-        """Makes one request to vLLM; returns the part of the answer with which it ends, the model makes a call, or it
-        is left because nobody reads. When it ends because of a chunk's file, ``again`` makes a second one, which generates what is left."""
+        """Makes one request to vLLM, and leaves it when the answer ends, the model makes a call, or too much of the
+        answer is unread; returns the last part. When it ends because of a chunk's file, ``again`` makes a second one,
+        which generates what is left."""
         runtime, prepared = self._runtime, self._prepared
         if len(self._generated) > self._in_prompt:
             loop = asyncio.get_running_loop()  # which a thread that prepares a prompt waits for
