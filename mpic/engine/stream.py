@@ -41,9 +41,8 @@ class DeltaStream:
         if self._written - self._read <= (UNREAD // 2 if self._full else UNREAD):
             return False
         self._full = True
-        return (
-            self._written - self._read > UNREAD // 2
-        )  # looked at again: a reader who came in between saw no mark
+        # looked at again: a reader who came in between did not see that
+        return self._written - self._read > UNREAD // 2
 
     def put(self, item: Delta | BaseException) -> None:
         """Gives the reader its next delta. An exception, or a delta with a finish reason, ends the stream."""
