@@ -57,8 +57,8 @@ class StorageLimits:
     video_pixels: int = 128_000_000
     decode_bytes: int = 1 * GiB
     gif: bool = False
-    user_files: int = 0
-    user_bytes: int = 0
+    user_files: int = 50_000
+    user_bytes: int = 16 * GiB
     user_disk_bytes: int = 0
     disk_bytes: int = 64 * GiB
     host_bytes: int = 8 * GiB

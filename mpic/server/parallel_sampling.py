@@ -56,15 +56,16 @@ class ParallelSampling:
             async for delta in self.streams[0]:
                 yield 0, delta
             return
-        arrived: asyncio.Queue[tuple[int, Delta | BaseException | None]] = asyncio.Queue()
+        # one for each: the rest waits in the streams, where the engine sees that nobody reads
+        arrived: asyncio.Queue[tuple[int, Delta | BaseException | None]] = asyncio.Queue(len(self.streams))
 
         async def pump(i: int, stream: GenerationStream) -> None:
             try:
                 async for delta in stream:
-                    arrived.put_nowait((i, delta))
-                arrived.put_nowait((i, None))
+                    await arrived.put((i, delta))
+                await arrived.put((i, None))
             except Exception as error:
-                arrived.put_nowait((i, error))
+                await arrived.put((i, error))
 
         pumps = [asyncio.ensure_future(pump(i, stream)) for i, stream in enumerate(self.streams)]
         try:

@@ -11,6 +11,7 @@ from mpic.keys import KeyLimits
 from mpic.kv.chunk import KVKey, Recipe
 from mpic.library import SHARED, StorageUsage
 from mpic.library.caches import CachedText
+from mpic.library.limits import Limits
 from mpic.library.store.shares import Held, TierBounds, make_room
 
 
@@ -320,6 +321,26 @@ def test_a_quota_of_files_and_bytes_refuses_what_is_too_much(open_library, clock
         library.files.add("ann", b"x" * 100, "t")
     with pytest.raises(BadRequest):
         library.set_quota("ann", files=-1)
+
+
+def test_without_any_setting_a_user_has_a_quota_and_the_refusal_names_its_key(open_library):
+    assert (Limits().user_files, Limits().user_bytes) == (50_000, 16 << 30)
+    library = open_library(user_files=0, user_bytes=0)  # as a version without these quotas filled it
+    held = [library.files.add("ann", b"x" * n, "t") for n in (1, 2, 3)]
+    library.close()
+    for limits, key in (({"user_files": 2}, "user_files"), ({"user_bytes": 5}, "user_bytes")):
+        library = open_library(**limits)
+        assert [library.files.get("ann", one.id).bytes for one in held] == [1, 2, 3]
+        with pytest.raises(StorageQuotaExceeded, match=rf"\({key} in \[library\]"):
+            library.files.add("ann", b"y", "t")
+        library.files.add("bob", b"y", "t")
+        library.check()
+        library.close()
+    library = open_library()
+    library.set_quota("ann", files=1)
+    with pytest.raises(StorageQuotaExceeded) as refused:
+        library.files.add("ann", b"z", "t")
+    assert "user_files" not in str(refused.value)
 
 
 def test_the_tightest_of_a_users_and_a_keys_quota_decides_and_the_error_says_which(open_library):

@@ -14,6 +14,14 @@ import pytest
 from front_server import LIMITS, eventually, front_server, trickle
 from PIL import Image
 
+import mpic.engine.stream as stream_module
+from mpic.config import Config, EngineConfig
+from mpic.engine import load_engine
+from mpic.keys import KeyStore
+from mpic.library import Library
+from mpic.prompt import ChatTemplate
+from mpic.server import create_app
+
 CHUNKED = ("Transfer-Encoding: chunked", "Content-Type: application/json")
 LATE, NOTHING = (408, "request_timeout"), (0, "")
 CHAT, GET = "POST /v1/chat/completions", b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n"
@@ -193,6 +201,55 @@ def test_a_stream_that_is_not_read_ends_and_its_request_is_aborted(front):
     assert eventually(lambda: gone_up(front, before, "send_timeout"))
     assert eventually(lambda: not front.engine.held) and front.settled()
     reader.close()
+
+
+@pytest.fixture
+def unread(monkeypatch):
+    """The tokens and alternatives that waited for the reader with each delta, which should be 210 and one delta's."""
+    seen, put = [], stream_module.DeltaStream.put
+
+    def watched(stream, item):
+        put(stream, item)
+        seen.append(stream._written - stream._read)
+
+    monkeypatch.setattr(stream_module, "UNREAD", 210)
+    monkeypatch.setattr(stream_module.DeltaStream, "put", watched)
+    return seen
+
+
+@pytest.fixture
+def computing(tmp_path, tiny_model):
+    """A server whose engine computes."""
+    keys = KeyStore(tmp_path)
+    key = keys.create("root", "admin")[0]
+    keys.close()
+    library = Library.open(tmp_path)
+    engine, processor = load_engine(EngineConfig(model=tiny_model, pool_bytes=64 << 20), library.store)
+    app = create_app(engine, library, ChatTemplate(processor), Config(server=LIMITS))
+    with front_server(tmp_path, None, app=app) as front:
+        front.engine, front.key = engine, key
+        yield front
+
+
+def test_a_stream_that_is_not_read_is_computed_no_further_and_dropped_while_another_goes_on(
+    computing, unread
+):
+    engine, before = computing.engine, computing.closed()
+    wanted = {"stream": True, "max_tokens": 1900, "logprobs": True, "top_logprobs": 20, "temperature": 1}
+    wanted["mpic"] = {"ignore_eos": True}
+    reader = computing.connect(receive_buffer=4096)
+    reader.chat(n=3, **wanted)  # more than the kernel's buffers take
+    assert eventually(lambda: max(unread, default=0) > 210)
+    other = computing.connect()
+    other.chat(**wanted | {"max_tokens": 100})
+    assert b"data: [DONE]" in other.until(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert eventually(lambda: gone_up(computing, before, "send_timeout"))
+    assert eventually(lambda: engine.scheduler.idle)
+    counters = engine.stats()["counters"]
+    assert max(unread) <= 210 + 21
+    assert (counters["finished_abort"], counters["finished_length"]) == (3, 1)
+    reader.close()
+    other.close()
 
 
 # ---- size

@@ -19,6 +19,7 @@ from small_models import SMALL
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 from vllm_facade import MANIFEST, WRAPPINGS, compile_the_same, damage, idle, lost, of, whole
 
+import mpic.engine.stream as stream_module
 from mpic.api.requests import RetrievalOptions
 from mpic.config import RetrievalConfig
 from mpic.engine.vllm.frontend.linktest import OWNER, link_test
@@ -469,3 +470,25 @@ def test_closing_ends_what_runs_and_leaves_no_process(bench):
     bench.engine.close()
     until(lambda: not any(map(runs, bench.processes)))
     assert not (bench.library.root / "spool").exists()
+
+
+@pytest.mark.parametrize("policy", ["full", "mpic-16"])
+def test_an_answer_that_nobody_reads_leaves_vllm_and_goes_on_as_if_it_had_been_read(
+    bench, monkeypatch, policy
+):
+    prompt = bench.prompt("IMAGE#MAP7 FILE#VERA What?")
+    options = {"tokens": 40, "ignore_eos": True}
+    whole_answer = bench.ask(prompt, policy, **options)
+    monkeypatch.setattr(stream_module, "UNREAD", 8)
+    stream, left = bench.submit(prompt, policy, **options), bench.submit(prompt, policy, **options)
+    until(
+        lambda: len(bench.engine._active) == 2 and all(one.stream.full for one in list(bench.engine._active))
+    )
+    until(lambda: not bench.engine._gate.inside())
+    assert all(9 <= len(one._generated) <= 16 for one in bench.engine._active)
+    left.abort()
+    assert left.result().finish_reason == "abort"
+    answer = stream.result()
+    assert (answer.text, answer.token_ids) == (whole_answer.text, whole_answer.token_ids)
+    assert whole(answer.usage) and answer.usage.prompt_tokens == whole_answer.usage.prompt_tokens
+    assert answer.usage.completion_tokens == 40

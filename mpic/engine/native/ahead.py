@@ -82,7 +82,8 @@ class Ahead:
     def _continues(self, slices: Sequence[BatchSlice]) -> bool:
         """Returns whether the next step has to be the requests of this one, unless one of them ends unforeseen."""
         scheduler = self._scheduler
-        if scheduler.waiting or scheduler.jobs or len(scheduler.running) != len(slices):
+        unread = sum(request.stream.full for request in scheduler.running)
+        if scheduler.waiting or scheduler.jobs or len(scheduler.running) - unread != len(slices):
             return False
         return all(_continues(part) for part in slices)
 
@@ -111,15 +112,16 @@ class Ahead:
 
 
 def _continues(part: BatchSlice) -> bool:
-    """Returns whether a request is decoding, may generate more than the token that is being drawn, and has a slot for
-    its KV. Log-probabilities are read from the logits when the token is known, so requests with them take one step
-    after the other."""
+    """Returns whether a request is decoding, may generate more than the token that is being drawn, has a slot for its
+    KV, and is being read. Log-probabilities are read from the logits when the token is known, so requests with them
+    take one step after the other."""
     request, lo, hi = part
     return (
         isinstance(request, Request)
         and hi - lo == 1
         and request.left > 1
         and request.spec.sampling.logprobs is None
+        and not request.stream.full
         and len(request) + 1 - request.mapped <= request.extent.tokens
     )
 

@@ -125,7 +125,7 @@ class NativeEngine(Engine):
         self.builder = RequestBuilder(model, store, self.linker, self.pool)
         self.outputs = Outputs(self.scheduler, self.builder, self.tombstones, self._post, model.eos_ids)
         self._check_when_idle, self._max_waiting = check_when_idle, max_waiting
-        self.arrivals = Arrivals(self.scheduler.turns.waiting, self._may_wait)
+        self.arrivals = Arrivals(self.scheduler.queued, self._may_wait)
         self._counters: Counter[str] = Counter()
         self._more_to_do = True  # a step might find more to do than the last one
         self._broken = ""  # how the device has failed for good
@@ -145,6 +145,7 @@ class NativeEngine(Engine):
             stream = DeltaStream(request.id)
             queued = self.builder.build(request, stream, arrived)
             stream.on_abort = lambda: self._post(lambda: self.outputs.abort(queued), quiet=True)
+            stream.on_room = lambda: self._post(lambda: self.scheduler.read(queued), quiet=True)
             self._post(lambda: self._arrive(queued))
             undo.pop_all()
         return stream

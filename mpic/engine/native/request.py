@@ -39,6 +39,8 @@ class Status(Enum):
     """It is paused for a search: it keeps its memory, and no row of it is computed."""
     PREEMPTED = auto()
     """It was preempted while it searches: it holds no memory, and queues again when the search ends."""
+    UNREAD = auto()
+    """It was preempted while nobody read its answer: it holds no memory, and queues again when the reader goes on."""
     FINISHED = auto()
     """It was answered, aborted or failed, and holds no memory."""
 
@@ -51,9 +53,10 @@ class Status(Enum):
 _NEXT: dict[Status, tuple[Status, ...]] = {
     Status.WAITING: (Status.DECIDING, Status.RUNNING, Status.FINISHED),
     Status.DECIDING: (Status.RUNNING, Status.WAITING, Status.FINISHED),
-    Status.RUNNING: (Status.SEARCHING, Status.WAITING, Status.FINISHED),
+    Status.RUNNING: (Status.SEARCHING, Status.WAITING, Status.UNREAD, Status.FINISHED),
     Status.SEARCHING: (Status.RUNNING, Status.PREEMPTED, Status.FINISHED),
     Status.PREEMPTED: (Status.WAITING, Status.FINISHED),
+    Status.UNREAD: (Status.WAITING, Status.FINISHED),
     Status.FINISHED: (),
 }
 
@@ -219,6 +222,11 @@ class Request(Rows):
     @property
     def user(self) -> str:
         return self.spec.user
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether its rows may be computed: it runs, and its answer is being read."""
+        return self.status is Status.RUNNING and not self.stream.full
 
     @property
     def generated(self) -> int:

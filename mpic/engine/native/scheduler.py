@@ -5,6 +5,9 @@ and evictable pages; chunks that it shares with others cost nothing. A user's re
 and users take turns (``turns.py``). When a running request needs a page and there is none, or a user's turn has come
 and there is no room, the youngest one of the user who holds most is preempted: it gives its pages back and is computed
 again later. Nothing that it has generated is lost.
+
+A request whose answer nobody reads computes nothing (``DeltaStream.full``). It keeps its memory as long as nobody else
+wants it, and is preempted before any other.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ class Scheduler:
         self.tried: Request | CompileRequest | None = None  # what could not be admitted last
         self.blocked = False  # something that waits has been tried and did not fit
         self.running: list[Request] = []  # admitted, by arrival
-        self.preempted: list[Request] = []  # while they search; they are in no queue
+        self.preempted: list[Request] = []  # while they search or nobody reads them; they are in no queue
         self._slices: list[BatchSlice] = []  # of the step that is being scheduled
 
     def add(self, item: Request | CompileRequest) -> None:
@@ -62,6 +65,12 @@ class Scheduler:
         """Removes a request or an upload from the queue."""
         self.waiting.remove(item)
         self.turns.leave_queue(item)
+
+    def queued(self) -> Counter[str]:
+        """Returns how many requests of each user wait for their turn or for their reader, without memory. May be called
+        from any thread."""
+        unread = [request.user for request in list(self.preempted) if request.status is Status.UNREAD]
+        return Counter(self.turns.waiting()) + Counter(unread)
 
     @property
     def idle(self) -> bool:
@@ -102,7 +111,7 @@ class Scheduler:
                 break
             tokens = len(request)
             decodes = request.generated and tokens - request.computed == 1
-            if request.status is not Status.RUNNING or not decodes:  # another request may have preempted it
+            if not (decodes and request.goes_on):  # another request may have preempted it
                 continue
             if self._chunks_ready(request) and self._grow(request):
                 slices.append(BatchSlice(request, tokens - 1, tokens))
@@ -129,7 +138,7 @@ class Scheduler:
         Args:
             jobs: chunks that are being compiled and have not been counted yet; those of the request are removed.
         """
-        rows, computable = 0, request.status is Status.RUNNING
+        rows, computable = 0, request.goes_on
         for resident in {linked.resident for linked in request.prompt.needed}:
             if resident in self.jobs:
                 if resident in jobs:
@@ -166,7 +175,7 @@ class Scheduler:
                     schedule(self.jobs[linked.resident], len(self.jobs[linked.resident]))
             if id(request) in taken:  # it decodes
                 continue
-            if request.status is Status.RUNNING and self._chunks_ready(request, finishing):
+            if request.goes_on and self._chunks_ready(request, finishing):
                 schedule(request, _end(request))
         for job in self.jobs.values():
             if job.user == user:
@@ -196,7 +205,7 @@ class Scheduler:
             needed = {linked.resident for linked in request.prompt.needed}
             loads = {r.progress for r in needed if not r.ready and r not in finishing}
             fits = len(request) - request.mapped <= request.extent.tokens
-            if request.status is not Status.RUNNING or not fits:
+            if not (fits and request.goes_on):
                 continue
             if None in loads or not all(load.flowing or load.complete for load in loads):
                 continue
@@ -230,6 +239,9 @@ class Scheduler:
             if wanted.get(item.user, 0) >= budget:
                 over.add(item.user)
             elif not self._admit(item, wanted):
+                if unread := self._unread():
+                    self.preempt(unread[-1])
+                    continue
                 blocked = True
                 room = self._room_for(item)
                 if room is None:
@@ -357,12 +369,17 @@ class Scheduler:
         """Reserves memory for additional tokens and chunks of an admitted request. The youngest requests of whoever
         holds most are preempted for it, which may be this request itself; then the method returns False."""
         while not self._fit(request, found):
-            last = self.turns.most()
+            unread = [one for one in self._unread() if one is not request]
+            last = unread[-1] if unread else self.turns.most()
             self.preempt(last)
             if last is request:
                 request.outgrew = not self.running
                 return False
         return True
+
+    def _unread(self) -> list[Request]:
+        """Returns the running requests whose answers nobody reads."""
+        return [one for one in self.running if one.status is Status.RUNNING and one.stream.full]
 
     def _fit(self, request: Request, found: Sequence[LinkedChunk]) -> bool:
         slots, tokens = len(request) - request.mapped, 0
@@ -392,9 +409,16 @@ class Scheduler:
         if self._grow(request, found):  # the old spans stay: prefix nodes may have been split since
             request.map_chunks(found)
 
+    def read(self, request: Request) -> None:
+        """Lets a request go on whose answer is read again."""
+        if request.status is Status.UNREAD:
+            self.preempted.remove(request)
+            request.become(Status.WAITING)
+            self.add(request)
+
     def preempt(self, request: Request) -> None:
         """Frees a request's memory. The request keeps its generated tokens and queues again, at once or when its search
-        ends."""
+        ends or its answer is read."""
         self._slices[:] = [part for part in self._slices if part.rows is not request]
         self._stop(request)
         self.memory.release(request)
@@ -402,6 +426,9 @@ class Scheduler:
         self.counters["preemptions"] += 1
         if request.status is Status.SEARCHING:
             request.become(Status.PREEMPTED)
+            self.preempted.append(request)
+        elif request.status is Status.RUNNING and request.stream.full:
+            request.become(Status.UNREAD)
             self.preempted.append(request)
         else:
             request.become(Status.WAITING)
@@ -412,7 +439,7 @@ class Scheduler:
         if request.status.admitted:
             self._stop(request)
             self.memory.release(request)
-        elif request.status is Status.PREEMPTED:
+        elif request in self.preempted:
             self.preempted.remove(request)
         elif request in self.waiting:
             self.withdraw(request)

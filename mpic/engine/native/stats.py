@@ -8,19 +8,21 @@ from mpic.engine.native.request import Status
 from mpic.engine.native.scheduler import Scheduler
 from mpic.kv.pool import Pool
 
+SEARCHING = (Status.SEARCHING, Status.PREEMPTED)
+
 
 def stats(scheduler: Scheduler, pool: Pool) -> dict[str, Any]:
     """Returns what ``Engine.stats`` promises but for the counters. It may be called from any thread; the engine may
     change something meanwhile."""
-    requests = list(scheduler.running)
+    requests, preempted = list(scheduler.running), list(scheduler.preempted)
     chunks = sum(resident.extent.pages for resident in scheduler.device.residents())
     extents = [request.extent for request in requests]
     running = sum(extent.pages for extent in extents if extent is not None)
     free = pool.free_pages
     return {
-        "waiting": len(scheduler.waiting),
+        "waiting": len(scheduler.waiting) + sum(r.status is Status.UNREAD for r in preempted),
         "running": len(requests),
-        "searching": sum(r.status is Status.SEARCHING for r in requests) + len(scheduler.preempted),
+        "searching": sum(r.status in SEARCHING for r in (*requests, *preempted)),
         "pages": {
             "total": pool.pages,
             "free": free,

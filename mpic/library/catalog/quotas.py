@@ -17,14 +17,19 @@ from mpic.library.limits import Limits
 Read = Callable[..., list[Row]]
 """Reads rows: ``(sql, *values)``."""
 NO_KEY = KeyLimits()
+YOURS = "your quota"
 
 
 def quota(read: Read, user: str, what: str, limits: Limits) -> int:
     """Returns a user's own quota of ``files``, ``bytes`` (of originals) or ``disk`` (bytes of compiled chunks), or
     that of the limits when the user has none of its own; 0 means no quota."""
-    rows = read(f"SELECT quota_{what} FROM users WHERE id = ?", user)
-    own = rows[0][0] if rows else None
+    own = _own(read, user, what)
     return getattr(limits, f"user_{what}" if what != "disk" else "user_disk_bytes") if own is None else own
+
+
+def _own(read: Read, user: str, what: str) -> int | None:
+    rows = read(f"SELECT quota_{what} FROM users WHERE id = ?", user)
+    return rows[0][0] if rows else None
 
 
 def check_originals(
@@ -51,7 +56,9 @@ def check_originals(
     if what is not None:
         most, whose = quotas[what]
         more = f" and would store {size} more" if what == "bytes" else ""
-        message = f"you have {have[what]} {what}{more}; {whose} is {most} {what}. Delete something first"
+        configured = whose == YOURS and _own(read, user, what) is None
+        by = f" (user_{what} in [library] of the server's configuration)" if configured else ""
+        message = f"you have {have[what]} {what}{more}; {whose} is {most} {what}{by}. Delete something first"
         raise StorageQuotaExceeded(message, quota=most, limit=most, used=have[what])
 
 
@@ -62,5 +69,5 @@ def _exceeded(quotas: dict[str, tuple[int, str]], have: dict[str, int], wanted: 
 
 def _tightest(read: Read, user: str, what: str, limits: Limits, key: KeyLimits) -> tuple[int, str]:
     """Returns the smallest quota (0: there is none) and the words that name its owner."""
-    found = [(quota(read, user, what, limits), "your quota"), (getattr(key, what) or 0, "your key's quota")]
+    found = [(quota(read, user, what, limits), YOURS), (getattr(key, what) or 0, "your key's quota")]
     return min((one for one in found if one[0]), default=(0, ""))

@@ -148,7 +148,8 @@ class VLLMEngine(Engine):
             self._runtime.preparer.check(request)
             stream = DeltaStream(request.id)
             active = Request(self._runtime, request, stream, arrived, self._salt(request))
-            stream.on_abort = lambda: self._post_abort(active)
+            stream.on_abort = lambda: self._post(lambda: self._abort(active))
+            stream.on_room = lambda: self._post(active.read)
             self.client.post(lambda: self._begin(active))
             undo.pop_all()
         return stream
@@ -279,9 +280,9 @@ class VLLMEngine(Engine):
             self._own.close()
             shutil.rmtree(self._own.root, ignore_errors=True)
 
-    def _post_abort(self, active: Request) -> None:
-        with suppress(EngineStopped):  # then it has been aborted
-            self.client.post(lambda: self._abort(active))
+    def _post(self, message: Callable[[], None]) -> None:
+        with suppress(EngineStopped):  # then the request has ended
+            self.client.post(message)
 
     # ---- on the loop
 

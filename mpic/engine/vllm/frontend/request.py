@@ -98,6 +98,7 @@ class Request:
         self._max_tokens = runtime.preparer.room(self._prepared) if asked is None else asked
         self._in_prompt = 0  # generated tokens before the last insertion, which are in the prompt now
         self._interrupted = 0  # requests to vLLM that ended before their answer did
+        self._room = asyncio.Event()  # set when the answer is read again
         self._resumed = 0.0
 
     async def run(self) -> None:
@@ -116,6 +117,10 @@ class Request:
                     self._runtime.counters["load_failures"] += 1
                     self._runtime.compiler.files.recheck_later(chunk)
                 chunk.release()
+
+    def read(self) -> None:
+        """Lets the request go on after a pause for its reader."""
+        self._room.set()
 
     def cancelled(self) -> None:
         """Ends the stream because the engine is being stopped or the reader wants no more."""
@@ -137,6 +142,14 @@ class Request:
                 progress = await self._search(progress.call)
             if progress.reason is not None:
                 return progress
+            await self._until_read()
+
+    async def _until_read(self) -> None:
+        """Waits, outside vLLM, as long as too much of the answer is unread."""
+        while self.stream.full:
+            self._room.clear()
+            if self.stream.full:  # it may have been read before that
+                await self._room.wait()
 
     # ---- generation
 
@@ -147,11 +160,13 @@ class Request:
         return prepared.plan.own + len(self._generated) - self._in_prompt + sum(missing.values())
 
     async def _generate(self, turn: Entered, again: bool = False) -> Progress:
-        """Makes one request to vLLM; returns the part of the answer with which it ends or the model makes a call. When
-        it ends because of a chunk's file, ``again`` makes a second one, which generates what is left."""
+        """Makes one request to vLLM, and leaves it when the answer ends, the model makes a call, or too much of the
+        answer is unread; returns the last part. When it ends because of a chunk's file, ``again`` makes a second one,
+        which generates what is left."""
         runtime, prepared = self._runtime, self._prepared
         if len(self._generated) > self._in_prompt:
-            prepared = self._with_inserted(())
+            loop = asyncio.get_running_loop()  # which a thread that prepares a prompt waits for
+            prepared = await loop.run_in_executor(runtime.searchers, self._with_inserted, ())
         prompt, order = prepared.plain, None
         if prompt is None:
             self._usage.compiled += await runtime.compiler.ensure(prepared.needed, self.arrived)
@@ -160,7 +175,7 @@ class Request:
             prompt = token_prompt(prepared.ids(), self._salt)
         params = self._params(order.params() if order is not None else None)
         first_token = 0.0
-        output, report, earlier, progress = None, {}, {}, Progress(Delta(""))
+        output, report, earlier, progress, paused = None, {}, {}, Progress(Delta("")), False
         async with aclosing(runtime.client.generate(prompt, params)) as outputs:
             async for output in outputs:
                 earlier, report = report, report_of(output) or report
@@ -173,7 +188,9 @@ class Request:
                     break
                 if progress.delta.token_ids:
                     self.stream.put(progress.delta)
-        ended = progress.reason is not None or progress.call is not None
+                    if paused := self.stream.full:
+                        break
+        ended = paused or progress.reason is not None or progress.call is not None
         if not ended and report.get("error") in REPLACEABLE and not again:
             if first_token:  # it was preempted while it answered, and the file has gone since it was read
                 self._interrupted += 1
@@ -183,6 +200,7 @@ class Request:
         if not ended:
             raise unfinished("the request could not be computed", output, report, MPICError)
         self._account(output, report, first_token, order is not None)
+        self._interrupted += paused
         if progress.call is not None:
             self.stream.put(progress.delta)
         return progress
