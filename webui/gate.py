@@ -13,8 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mpic.client import ClientError
-from mpic.errors import Forbidden, MPICError, NotFound, Unauthorized, Unavailable, cut
+from mpic.errors import Forbidden, MPICError, NotFound, Unauthorized, cut
 from mpic.http import errors
 from mpic.http.sse import NOT_KEPT
 from mpic.webui.visitors import COOKIE, Logins
@@ -40,11 +39,6 @@ HEADERS = {
 """Of every response that has none of its own; the page itself has another policy (``page.py``)."""
 
 
-def unavailable(error: ClientError) -> MPICError:
-    """Returns the error to answer with when the page's server cannot be asked, which has no HTTP status of its own."""
-    return Unavailable(error.message)
-
-
 class PageGate:
     """See the module. Puts the ``Visitor`` into ``scope["state"]["visitor"]``."""
 
@@ -65,8 +59,6 @@ class PageGate:
             if scope["method"] == "GET" and "text/html" in Headers(scope=scope).get("accept", ""):
                 return await RedirectResponse(f"{root}/login", 303)(scope, receive, send)
             return await errors.response(error)(scope, receive, send)
-        except ClientError as error:
-            return await errors.response(unavailable(error))(scope, receive, send)
         except MPICError as error:
             return await errors.response(error)(scope, receive, send)
         if path == ROOT:  # the page names its files relative to its own address

@@ -22,14 +22,22 @@ from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Redirect
 from starlette.datastructures import UploadFile
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mpic.client import ClientError
-from mpic.errors import BadRequest, Forbidden, InvalidUpload, NotFound, RateLimited, TooLarge, Unauthorized
+from mpic.errors import (
+    BadRequest,
+    Forbidden,
+    InvalidUpload,
+    MPICError,
+    NotFound,
+    RateLimited,
+    TooLarge,
+    Unauthorized,
+    Unavailable,
+)
 from mpic.http import errors
 from mpic.http.body import parse
 from mpic.http.hosts import is_loopback
 from mpic.keys import LOGIN_SECONDS
 from mpic.library import thumbnail
-from mpic.webui.gate import unavailable
 from mpic.webui.plots import plot
 from mpic.webui.uploads import MOST, Uploads
 from mpic.webui.visitors import COOKIE, Logins, Visitor
@@ -99,7 +107,7 @@ class Page:
     def _make_routes(self) -> FastAPI:
         app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
         errors.install(app)
-        app.add_exception_handler(ClientError, _unreachable)
+        app.add_exception_handler(MPICError, _refusal)
 
         @app.get("/login")
         async def login_page(request: Request) -> Response:
@@ -327,9 +335,10 @@ class Page:
         states.time_last_used.pop(session, None)
 
 
-async def _unreachable(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ClientError)
-    return errors.response(unavailable(error))
+async def _refusal(request: Request, error: Exception) -> Response:
+    """Answer with an error of ours. One without a status is the client's own: its server did not answer."""
+    assert isinstance(error, MPICError)
+    return errors.response(errors.as_mpic_error(error if error.status else Unavailable(error.message)))
 
 
 def _root(request: Request) -> str:

@@ -8,13 +8,15 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mpic.client import AsyncInProcess, AsyncMPIC
-from mpic.errors import Forbidden, Unauthorized
+from mpic.errors import Forbidden, Unauthorized, Unavailable
 from mpic.keys import LOGIN_SECONDS, Key, KeyStore, Role
+
+if TYPE_CHECKING:
+    from mpic.client import AsyncMPIC
 
 COOKIE = "mpic_session"
 COOKIE_VALUE = re.compile(rb"[A-Za-z0-9_-]{1,128}")
@@ -88,6 +90,8 @@ class ServedLogins:
         self._keys.log_out(cookie)
 
     def _client(self, key: Key | None) -> AsyncMPIC:
+        from mpic.client import AsyncInProcess, AsyncMPIC  # the first visitor needs it, not the start
+
         name = key.prefix if key else ""
         if name not in self._clients:
 
@@ -155,13 +159,17 @@ class LoginsAlone:
         self._logins.pop(_digest(cookie), None)
 
     async def _identify(self, key: str) -> Visitor:
-        """Asks the server who has a key, "" for nobody. Raises Unauthorized."""
+        """Asks the server who has a key, "" for nobody. Raises Unauthorized, and Unavailable if it does not answer."""
+        from mpic.client import AsyncMPIC, ClientError
+
         client = AsyncMPIC(self._url, key, local_files=False)
         role: Role = "admin"
         try:
             await client.references.index()  # for administrators
         except Forbidden:
             role = "user"
+        except ClientError as error:
+            raise Unavailable(error.message) from error
         # the server does not tell the name of a user; the first part of a key is public
         return Visitor(key.rpartition("_")[0] if key else LOCAL, role, bool(key), client)
 

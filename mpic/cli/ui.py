@@ -49,7 +49,7 @@ def standalone(url: str) -> FastAPI:
     from mpic.http import errors
     from mpic.limits import StorageLimits
     from mpic.server.guard import BodyLimit, CookieFilter, HostGuard
-    from mpic.webui.gate import ROOT, Gate
+    from mpic.webui.gate import ROOT, PageGate
     from mpic.webui.page import Page
     from mpic.webui.visitors import COOKIE, COOKIE_VALUE, LoginsAlone
 
@@ -68,6 +68,6 @@ def standalone(url: str) -> FastAPI:
     limit = StorageLimits().upload_bytes
     alone.add_middleware(BodyLimit, uploads=limit, other=limit)
     alone.add_middleware(HostGuard)
-    alone.add_middleware(Gate, logins=logins)
+    alone.add_middleware(PageGate, logins=logins)
     alone.add_middleware(CookieFilter, name=COOKIE, value=COOKIE_VALUE)
     return alone

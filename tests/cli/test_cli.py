@@ -1,7 +1,6 @@
 """The command line, against a real server where one is needed."""
 
 import errno
-import importlib
 import io
 import json
 import os
@@ -347,8 +346,8 @@ def commands(group, *names):
     """Yields the words of every command below a group, and its options."""
     for name in group.list_commands(None):
         command = group.get_command(None, name)
-        if hasattr(command, "module"):
-            command = get_command(importlib.import_module(command.module).app)
+        if hasattr(command, "load"):
+            command = get_command(command.load())
         if hasattr(command, "list_commands"):
             yield from commands(command, *names, name)
         else:

@@ -151,7 +151,9 @@ def test_ls_shows_the_quotas_of_keys_beside_those_of_users(mpic, root):
         _, revoked = keys.create("bob", limits=KeyLimits(files=9))
         keys.revoke(revoked.prefix)
     mpic("quota", "bob", "--files", 11, "--data-dir", root)
-    assert f"11 files; mpic_{key.prefix}: 7 files" in " ".join(mpic("ls", "--data-dir", root)[1].split())
+    assert f"11 files, 17.2 GB; mpic_{key.prefix}: 7 files" in " ".join(
+        mpic("ls", "--data-dir", root)[1].split()
+    )
     (row,) = json.loads(mpic("ls", "--user", "bob", "--data-dir", root, "--json")[1])
     assert row["files_quota"] == 11 and row["keys"] == {f"mpic_{key.prefix}": {"files": 7, "bytes": None}}
 

@@ -162,7 +162,7 @@ def test_two_engines_over_one_model_decode_in_turns(make_engine):
     def in_turns(number, run):
         def step(slices, ids=None):
             with turn:  # until the other has taken a step, or has none to take
-                turn.wait_for(lambda: order[-1:] != [number], timeout=0.2)
+                turn.wait_for(lambda: order[-1:] != [number], timeout=5)
                 order.append(number)
                 turn.notify_all()
                 return run(slices, ids)

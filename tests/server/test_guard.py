@@ -116,15 +116,16 @@ async def test_other_hosts_and_origins_may_not_call(headers):
     ],
 )
 async def test_without_keys_nobody_may_call_through_a_proxy(server, field):
-    for path in ("/v1/files", "/ui/v1/files", "/ui/"):
-        answer = await server.http.get(path, headers={field: "1.2.3.4"})
+    value = "/x" if "Prefix" in field else "1.2.3.4"
+    for path in ("/v1/files", "/ui/", "/ui/config"):
+        answer = await server.http.get(path, headers={field: value})
         assert refused_field(answer) == (403, "keys_needed", field.lower())
         assert "mpic keys create" in answer.json()["error"]["message"]
     assert (
         await server.http.get("/v1/files", headers={"X-Forwarding": "", "User-Agent": "via"})
     ).status_code == 200
     key = server.key()
-    assert (await server.http.get("/v1/files", headers={field: "1.2.3.4", **key})).status_code == 200
+    assert (await server.http.get("/v1/files", headers={field: value, **key})).status_code == 200
 
 
 @pytest.mark.parametrize(

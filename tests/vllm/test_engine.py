@@ -457,21 +457,6 @@ def runs(process: psutil.Process) -> bool:
     return False
 
 
-def test_closing_ends_what_runs_and_leaves_no_process(bench):
-    stream = bench.submit(of(bench, "Go"), "full", tokens=1500, ignore_eos=True)
-    next(iter(stream))
-    bench.engine.close()
-    with pytest.raises(EngineStopped):
-        stream.result()
-    with pytest.raises(EngineStopped):
-        bench.ask(of(bench, "Go"), "full")
-    with pytest.raises(EngineStopped):
-        bench.engine.ready()
-    bench.engine.close()
-    until(lambda: not any(map(runs, bench.processes)))
-    assert not (bench.library.root / "spool").exists()
-
-
 @pytest.mark.parametrize("policy", ["full", "mpic-16"])
 def test_an_answer_that_nobody_reads_leaves_vllm_and_goes_on_as_if_it_had_been_read(
     bench, monkeypatch, policy
@@ -492,3 +477,18 @@ def test_an_answer_that_nobody_reads_leaves_vllm_and_goes_on_as_if_it_had_been_r
     assert (answer.text, answer.token_ids) == (whole_answer.text, whole_answer.token_ids)
     assert whole(answer.usage) and answer.usage.prompt_tokens == whole_answer.usage.prompt_tokens
     assert answer.usage.completion_tokens == 40
+
+
+def test_closing_ends_what_runs_and_leaves_no_process(bench):
+    stream = bench.submit(of(bench, "Go"), "full", tokens=1500, ignore_eos=True)
+    next(iter(stream))
+    bench.engine.close()
+    with pytest.raises(EngineStopped):
+        stream.result()
+    with pytest.raises(EngineStopped):
+        bench.ask(of(bench, "Go"), "full")
+    with pytest.raises(EngineStopped):
+        bench.engine.ready()
+    bench.engine.close()
+    until(lambda: not any(map(runs, bench.processes)))
+    assert not (bench.library.root / "spool").exists()
