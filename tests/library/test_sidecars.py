@@ -376,6 +376,17 @@ def test_one_sidecar_with_a_field_of_a_wrong_type_stops_no_start_and_is_named(st
             shutil.rmtree(root)
 
 
+@pytest.mark.parametrize("kind", ["file", "cache", "reference", "owner"])
+def test_a_name_in_a_sidecar_that_is_no_column_never_reaches_the_catalogue(stored, tmp_path, kind):
+    [(path, sidecar)] = [(path, one) for path, one in stored[1].items() if one.kind == kind]
+    root = without_rows(stored, tmp_path)
+    extra = {"from_a_later_version": 1, "id) VALUES ('x'); --": 1}
+    (root / path).write_bytes(sealed(kind, {**sidecar.record, **extra}))
+    with Library.open(root) as library:
+        found = {one.kind: one for _, one in library.sidecars.expected(library.catalog.read)}
+        assert found[kind].record == sidecar.record
+
+
 NO_SIDECARS = {
     "a list": b"[]",
     "a number": b"7",

@@ -183,7 +183,7 @@ class Adoption:
         """Makes the row of a user with its quotas, or gives them to a row that has none; False when the catalogue has
         quotas of the user, or there are none."""
         if not self._known("users", record["id"]):
-            insert_row(self._db, "users", record)
+            insert_row(self._db, "users", {name: record[name] for name in COLUMNS["owner"]})
             return True
         has = self._db.execute(
             f"SELECT 1 FROM users WHERE id = ? AND ({DESCRIBED['owner']})", (record["id"],)
