@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 COOKIE = "mpic_session"
 COOKIE_VALUE = re.compile(rb"[A-Za-z0-9_-]{1,128}")
 UNKNOWN_KEY = "This key is not known here, or it was revoked."
+METRICS_KEY = "This key is for metrics only."
 LOCAL = "local"
 CLIENTS = 256
 """Clients that are kept, and logins of a page that stands alone."""
@@ -83,7 +84,7 @@ class ServedLogins:
         if found is None:
             raise Unauthorized(UNKNOWN_KEY)
         if found.role == "metrics":
-            raise Forbidden("This key is for metrics only.")
+            raise Forbidden(METRICS_KEY)
         return await self._admit(found)
 
     async def log_out(self, cookie: str) -> None:
@@ -159,19 +160,39 @@ class LoginsAlone:
         self._logins.pop(_digest(cookie), None)
 
     async def _identify(self, key: str) -> Visitor:
-        """Asks the server who has a key, "" for nobody. Raises Unauthorized, and Unavailable if it does not answer."""
+        """Asks the server who has a key, "" for nobody.
+
+        Raises:
+            Unauthorized: the key is not known.
+            Forbidden: it may read metrics only.
+            Unavailable: the server does not answer.
+        """
         from mpic.client import AsyncMPIC, ClientError
 
         client = AsyncMPIC(self._url, key, local_files=False)
-        role: Role = "admin"
         try:
-            await client.references.index()  # for administrators
-        except Forbidden:
-            role = "user"
-        except ClientError as error:
-            raise Unavailable(error.message) from error
+            role = await _role_of(client)
+        except Exception as error:  # whoever tries keys must not leave connections behind
+            await client.close()
+            if isinstance(error, ClientError):
+                raise Unavailable(error.message) from error
+            raise
         # the server does not tell the name of a user; the first part of a key is public
         return Visitor(key.rpartition("_")[0] if key else LOCAL, role, bool(key), client)
+
+
+async def _role_of(client: AsyncMPIC) -> Role:
+    """Return the role of a client's key. Raises Forbidden if it has neither of the two that use the page."""
+    try:
+        await client.references.index()  # for administrators
+        return "admin"
+    except Forbidden:
+        pass
+    try:
+        await client.models.list()  # for every user
+    except Forbidden:
+        raise Forbidden(METRICS_KEY) from None
+    return "user"
 
 
 def _digest(cookie: str) -> str:

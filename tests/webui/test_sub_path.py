@@ -123,6 +123,13 @@ def test_a_page_alone_shows_another_server_with_the_visitors_key(fake, open_page
         )
 
 
+def test_a_page_alone_takes_no_key_for_metrics(fake):
+    key, _ = fake.keys.create("prometheus", "metrics")
+    with serving(standalone(fake.base)) as url:
+        answer = httpx.post(f"{url}/ui/login", data={"key": key})
+    assert answer.status_code == 403 and "metrics only" in answer.text and "set-cookie" not in answer.headers
+
+
 def test_gradios_client_calls_nothing_and_reads_no_file(fake, tmp_path):
     from gradio_client import Client
 

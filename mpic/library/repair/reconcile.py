@@ -3,9 +3,9 @@
 Only files that are known to be useless are deleted: unfinished files with a temporary name of this program, and files
 that the catalogue remembers as deleted. An original that the catalogue does not know, but that its sidecar describes,
 is adopted: a crash came between the file and its row, or the catalogue is an older copy. So are the quotas of a user
-for whom the catalogue has none. An upload that was to replace another file, which a crash prevented, is not adopted,
-because it would count against the user's quota. Any other file with a name of this program goes to the orphans, and
-files with other names are left alone.
+for whom the catalogue has none. An upload that was to replace another file is adopted and the replacement finished:
+its sidecar names the file it replaces. Any other file with a name of this program goes to the orphans, and files with
+other names are left alone.
 """
 
 from __future__ import annotations
