@@ -39,6 +39,7 @@ serve: setup $(ENGINE_SETUP) ## start the server (ENGINE=vllm: on vLLM)
 test: setup-dev ## run the tests
 	@"$(ROOT)/tools/get_chromium.sh"
 	@"$(ROOT)/tools/get_axe.sh"
+	@"$(ROOT)/tools/get_proxies.sh"
 	@cd "$(ROOT)" && "$(BIN)/python" -m pytest $(PROCESSES) $(ARGS)
 
 parity: setup-dev ## when vLLM's version changes: its tests on every family, then FAMILIES (all) for docs/models.md (an hour)

@@ -1,4 +1,4 @@
-"""Which of the processor's instructions kernels may use; nothing else asks the processor.
+"""The instructions of the processor that kernels may use. No other module asks the processor.
 
 Two variables hold torch to fewer than the processor has: ``ATEN_CPU_CAPABILITY`` its own operations and
 ``ONEDNN_MAX_CPU_ISA`` its products. MPIC's kernels keep to the same limits, so that a processor can stand for a lesser

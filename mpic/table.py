@@ -1,4 +1,4 @@
-"""What is printed in a terminal: names and answers that send it no commands, and tables of which nothing is cut off."""
+"""Printing in a terminal: control characters are removed from names and answers, and tables are never cut off."""
 
 from __future__ import annotations
 

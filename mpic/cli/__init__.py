@@ -51,7 +51,7 @@ LABORATORY = {
 """Name of a command of the laboratory -> its line in ``mpic --help``."""
 
 UsageError: Any = typer.BadParameter.__base__
-"""What every mistake on the command line raises."""
+"""The class of every error about the words of a command line."""
 
 
 class Root(TyperGroup):

@@ -36,8 +36,8 @@ class DeltaStream:
 
     @property
     def full(self) -> bool:
-        """Whether the writer is to pause, because ``UNREAD`` is exceeded. For the writer alone: ``on_room`` is called
-        once after it has been told so."""
+        """Return whether more than ``UNREAD`` tokens wait, so that the writer should pause. Only the writer may ask:
+        once it has been told to pause, ``on_room`` is called when there is room again."""
         if self._written - self._read <= (UNREAD // 2 if self._full else UNREAD):
             return False
         self._full = True

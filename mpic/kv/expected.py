@@ -289,7 +289,7 @@ class CheckedChunk:
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
-        """Has the tier move the chunk aside when the block finds that it does not fit."""
+        """Tell the tier to move the chunk aside if the block finds that it does not fit the model."""
         try:
             yield
         except CorruptFile as error:

@@ -125,7 +125,7 @@ class _Running:
 
 
 class UnderWay:
-    """What one request takes of its key's ``concurrent`` until it has ended: one, and one for each further answer.
+    """The share of its key's ``concurrent`` that a request takes until it ends: one for each of its answers.
 
     Args:
         counts: answers under way, by key.

@@ -200,12 +200,12 @@ class SavingsLedger:
             )
         oldest = time.strftime("%Y-%m-%d", time.gmtime(now - DAYS_KEPT * 86_400))
         db.execute("DELETE FROM days WHERE day < ?", (oldest,))
-        for whose in {None, *(user for user, _, _ in answers)}:
-            name = self._fit_of(whose)
+        for owner in {None, *(user for user, _, _ in answers)}:
+            name = self._fit_of(owner)
             row = db.execute("SELECT n, x, y, xx, xy FROM fits WHERE model = ?", (name,)).fetchone()
             fit = TimeFit(*row) if row else TimeFit()
             for user, tokens, ms in answers:
-                if whose in (None, user):
+                if owner in (None, user):
                     fit = fit.add(tokens, ms)
             db.execute("INSERT OR REPLACE INTO fits VALUES (?, ?, ?, ?, ?, ?)", (name, *fit))
 

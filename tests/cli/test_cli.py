@@ -318,7 +318,7 @@ def test_what_was_typed_sends_no_commands_either(mpic):
         assert status in (1, 2) and not COMMANDS.search(out + err), args
 
 
-# folders that are none
+# data folders that cannot be opened
 
 LIBRARY = [
     ("serve", "--port", "0"),

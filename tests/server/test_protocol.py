@@ -624,7 +624,7 @@ def test_forwarded_addresses_are_believed_from_trusted_proxies_alone(tmp_path, s
 
 
 async def failing(scope, receive, send):
-    """As the framework: it answers, and raises all the same."""
+    """Answer with 500 and then raise, as the framework does."""
     await send({"type": "http.response.start", "status": 500, "headers": [(b"content-length", b"0")]})
     await send({"type": "http.response.body"})
     raise RuntimeError("a mistake of ours")

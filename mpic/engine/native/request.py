@@ -225,7 +225,7 @@ class Request(Rows):
 
     @property
     def goes_on(self) -> bool:
-        """Whether its rows may be computed: it runs, and its answer is being read."""
+        """Return whether its rows may be computed: it runs, and its client reads the answer."""
         return self.status is Status.RUNNING and not self.stream.full
 
     @property

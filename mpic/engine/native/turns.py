@@ -1,4 +1,4 @@
-"""Who goes first: users take turns at the places of a batch, the pages of the pool and the rows of a step.
+"""Decide whose request goes first: users take turns at the places of a batch, the pages of the pool and rows of a step.
 
 Each user has a queue of his own, in order of arrival. What all of them want goes to those who have least of it, so that
 one user, however much he sends, delays another by a step or two, and alone he has everything:
@@ -31,7 +31,7 @@ TRIED = 8
 
 @dataclass(eq=False)
 class Share:
-    """What a user has in the engine.
+    """The requests and pages of one user.
 
     Attributes:
         waiting, running: his requests and uploads in the queue, and his admitted requests, by arrival.
