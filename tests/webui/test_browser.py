@@ -95,10 +95,14 @@ def test_questions_are_answered_again_edited_and_taken_back(fake, open_page):
     page.click("[aria-label=Retry]")
     until(page, lambda: "Another answer." in page.inner_text("#bot"))
     ask(page, "Two")
+    fake.engine.answer = "A third answer."
     page.locator("[aria-label=Edit]").first.click()
     page.locator("#bot textarea").fill("First")
     page.locator("[aria-label=Submit]").first.click()
-    until(page, lambda: questions(page) == ["First", "Two"] and page.locator(ANSWERED).count() == 2)
+    # the box shows the new words, beside the old answers, before the server has been asked
+    until(page, lambda: "A third answer." in page.inner_text("#bot"))
+    until(page, lambda: page.locator(ANSWERED).count() == 2 and not page.locator("#stop").is_visible())
+    assert questions(page) == ["First", "Two"]
     page.click("[aria-label=Undo]")
     until(page, lambda: questions(page) == ["First"] and page.input_value(BOX) == "Two")
     page.on("dialog", lambda dialog: dialog.accept())
