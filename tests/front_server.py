@@ -123,9 +123,13 @@ class Client:
         return said
 
     def answer(self) -> tuple[int, Any]:
-        """Returns status and JSON body (None if it is not JSON) of one response with a Content-Length."""
+        """Returns status and JSON body (None if it is not JSON) of one response with a Content-Length, and 0 if the
+        server closed without one. Closing is a reset when something of ours arrived after it."""
         stream = self.socket.makefile("rb")
-        status = stream.readline().split()
+        try:
+            status = stream.readline().split()
+        except ConnectionResetError:
+            return 0, None
         length = 0
         while (line := stream.readline().strip().lower()) != b"":
             if line.startswith(b"content-length:"):

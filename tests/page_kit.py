@@ -26,7 +26,12 @@ def ask(page, text):
     """Asks and waits for the end of the answer."""
     turns = page.locator(ANSWERED).count()
     send(page, text)
-    until(page, lambda: page.locator(ANSWERED).count() == turns + 1)
+    until(page, lambda: answered(page, turns + 1))
+
+
+def answered(page, turns):
+    """Returns whether so many turns have a whole answer and the page may be asked again."""
+    return page.locator(ANSWERED).count() == turns and page.locator("[aria-label=Retry]").is_enabled()
 
 
 def begin(page, text):
@@ -68,13 +73,13 @@ def log_in(page, key):
     page.wait_for_selector("body[data-ready]")
 
 
-def until(page, true, steps=1000):
+def until(page, true, steps=3000):
     """Waits until a script or a function returns something true."""
     for _ in range(steps):
         if true() if callable(true) else page.evaluate(true):
             return
         page.wait_for_timeout(20)
-    raise AssertionError(f"{true} has not come about")
+    raise AssertionError(f"{true} has not come about. The page shows:\n{page.inner_text('body')[:3000]}")
 
 
 def focused(page):

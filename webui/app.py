@@ -189,14 +189,10 @@ def build(uploads: Uploads) -> gr.Blocks:
         page.load(about_events.load, [settings], [*filled, adding, scope, server], **QUIET)
         page.load(library.refresh, None, [listed, timer], **QUIET)
 
-        running = [
-            box.submit(chat.ask, [box, store, *pickers], turned, **RAW),
-            store.act(chat.act, [store, *pickers], turned, **RAW),
-            bot.retry(chat.retry, [store, *pickers], turned, **RAW),
-            bot.edit(chat.edit, [store, *pickers], turned, **RAW),
-        ]
-        for event in running:
-            event.then(library.refresh, None, [listed, timer], **QUIET)
+        asked = gr.on(
+            [box.submit, store.submit, bot.retry, bot.edit], chat.act, [box, store, *pickers], turned, **RAW
+        )
+        asked.then(library.refresh, None, [listed, timer], **QUIET)
         bot.undo(chat.undo, [store], turned, **QUIET)
         bot.clear(
             None,
@@ -204,7 +200,7 @@ def build(uploads: Uploads) -> gr.Blocks:
             None,
             js="() => document.dispatchEvent(new CustomEvent('mpic-store', { detail: { do: 'new' } }))",
         )
-        stop.click(chat.stopped, [store], turned, cancels=running, **QUIET)
+        stop.click(chat.stopped, [store], turned, cancels=[asked], **QUIET)
         store.opened(chat.opened, [store], [bot], trigger_mode="always_last", **QUIET)
         box.change(
             None,

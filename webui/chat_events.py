@@ -75,20 +75,44 @@ class ChatEvents:
         self._uploads = uploads
 
     @told
-    async def ask(self, value: Any, page: Any, request: gr.Request, *pickers: Any) -> AsyncIterator[Shown]:
-        open_page, run = open_chat(page), StoredAnswer(wishes=wishes(*pickers))
-        text = await self._with_files(client_of(request), value, request)
-        if not text.strip():
-            raise BadRequest("write a question first", param="question")
-        async for shown in self._ask(client_of(request), open_page, text.strip(), run):
+    async def act(
+        self, value: Any, page: Any, event: gr.EventData, request: gr.Request, *pickers: Any
+    ) -> AsyncIterator[Shown]:
+        """Ask, ask in other words, answer again, or do what a button in the chat says.
+
+        This is one event, because a page runs an event only once at a time: each works on the chat as it was at the
+        click, and two at once would undo each other.
+        """
+        client, open_page, wanted = client_of(request), open_chat(page), given(event)
+        if "do" in wanted:
+            steps = self._pressed(client, open_page, wanted, pickers)
+        elif "previous_value" in wanted:
+            steps = self._edit(client, open_page, wanted, pickers)
+        elif "index" in wanted:
+            steps = self._answer_again(client, open_page, _last(open_page.chat), pickers)
+        else:
+            steps = self._ask_box(client, open_page, value, request, pickers)
+        async for shown in steps:
             yield shown
 
-    @told
-    async def act(
-        self, page: Any, event: gr.EventData, request: gr.Request, *pickers: Any
+    async def _ask_box(
+        self,
+        client: AsyncMPIC,
+        page: OpenChat,
+        value: Any,
+        request: gr.Request,
+        pickers: tuple[Any, ...],
     ) -> AsyncIterator[Shown]:
-        """Does what a button in the chat says."""
-        open_page, client, wanted = open_chat(page), client_of(request), given(event)
+        run = StoredAnswer(wishes=wishes(*pickers))
+        text = await self._with_files(client, value, request)
+        if not text.strip():
+            raise BadRequest("write a question first", param="question")
+        async for shown in self._ask(client, page, text.strip(), run):
+            yield shown
+
+    async def _pressed(
+        self, client: AsyncMPIC, open_page: OpenChat, wanted: dict[str, Any], pickers: tuple[Any, ...]
+    ) -> AsyncIterator[Shown]:
         chat = open_page.chat
         match wanted.get("do"):
             case "sample":
@@ -113,24 +137,15 @@ class ChatEvents:
             case other:
                 raise BadRequest(f"no such action: {str(other)[:80]}", param="do")
 
-    @told
-    async def retry(self, page: Any, request: gr.Request, *pickers: Any) -> AsyncIterator[Shown]:
-        """Answers the last question again."""
-        open_page = open_chat(page)
-        last = _last(open_page.chat)
-        async for shown in self._answer_again(client_of(request), open_page, last, pickers):
-            yield shown
-
-    @told
-    async def edit(
-        self, page: Any, event: gr.EditData, request: gr.Request, *pickers: Any
+    async def _edit(
+        self, client: AsyncMPIC, page: OpenChat, wanted: dict[str, Any], pickers: tuple[Any, ...]
     ) -> AsyncIterator[Shown]:
         """Asks a question in other words."""
-        open_page, index = open_chat(page), event.index
-        number = index[0] if isinstance(index, list | tuple) else index
-        turn = _turn_at(open_page, number)
-        turn.question = str(event.value).strip() or turn.question
-        async for shown in self._answer_again(client_of(request), open_page, turn, pickers):
+        index = wanted.get("index")
+        number = index[0] if isinstance(index, list | tuple) and index else index
+        turn = _turn_at(page, number)
+        turn.question = str(wanted.get("value")).strip() or turn.question
+        async for shown in self._answer_again(client, page, turn, pickers):
             yield shown
 
     @told
@@ -252,7 +267,7 @@ def _last(chat: StoredChat) -> StoredTurn:
     return chat.turns[-1]
 
 
-def _turn_at(page: OpenChat, index: int) -> StoredTurn:
+def _turn_at(page: OpenChat, index: Any) -> StoredTurn:
     """Returns the turn whose question is a message of the chatbot. Raises BadRequest."""
     at = 0
     for turn in page.chat.turns:

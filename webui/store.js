@@ -1,7 +1,7 @@
 // Keeps chats in this browser, each under its user and id in localStorage, and lists them. It runs in an HTML component
 // of Gradio's, whose value is what Python calls `OpenChat`; see webui/chats.py.
 const MOST = 100, SOON = 400;
-let user = null, saving = 0, answering = false;  // whether this tab is answering
+let user = null, saving = 0, answering = false, shown = null;  // whether this tab is answering, and the chat it shows
 const prefix = () => `mpic-chat:${user}:`;
 const openKey = () => `mpic-open:${user}`;
 const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(12)), (n) => n.toString(16).padStart(2, '0')).join('');
@@ -43,7 +43,7 @@ const write = (chat) => {
 const save = () => {
   clearTimeout(saving);
   saving = 0;
-  const { chat } = props.value;
+  const chat = shown;
   if (!chat.turns.length && !Object.keys(chat.removed).length) return;
   const kept = load(chat.id);
   const news = kept && merge(chat, kept);
@@ -59,11 +59,26 @@ const save = () => {
 };
 
 const open = (chat) => {
+  if (answering && chat.id !== shown.id) document.querySelector('#stop').click();
   if (saving) save();  // what the chat before this one is still to keep
+  shown = chat;
   props.value = { ...props.value, chat };
   localStorage.setItem(openKey(), chat.id);
   show();
   trigger('opened');
+};
+
+/** Takes a chat that Python has sent. */
+const came = (chat) => {
+  if (chat.id !== shown.id) {  // the last words of an answer whose chat was left
+    const kept = load(chat.id);
+    if (kept) { merge(chat, kept); write(atRest(chat)); }  // not if it was deleted
+    return open(shown);
+  }
+  shown = chat;
+  answering = runs(chat).length > 0;
+  document.body.toggleAttribute('data-answering', answering);
+  saving ||= setTimeout(save, SOON);
 };
 
 const leave = () => { clearTimeout(saving); saving = 0; };
@@ -83,14 +98,14 @@ const actions = {
     if (!title) return;
     Object.assign(chat, { title: title.slice(0, 200), updated: Date.now() });
     write(chat);
-    if (props.value.chat.id === id) props.value = { ...props.value, chat };
+    if (shown.id === id) { shown.title = chat.title; props.value = { ...props.value, chat: shown }; }
     show();
   },
   export: (id) => { const chat = load(id); download(`${fileName(chat)}.md`, asMarkdown(chat), 'text/markdown'); },
   delete: (id) => {
     if (!confirm(`Delete the chat “${load(id).title}”?`)) return;
     localStorage.removeItem(prefix() + id);
-    if (props.value.chat.id === id) { leave(); open(fresh()); } else show();
+    if (shown.id === id) { leave(); open(fresh()); } else show();
   },
   exportAll: () => download('chats.json', JSON.stringify(all(), null, 1), 'application/json'),
   deleteAll: () => {
@@ -108,7 +123,7 @@ const button = (text, label, act, id) => {
   return made;
 };
 const show = () => {
-  const list = element.querySelector('.mpic-chats'), now = props.value.chat.id, focused = document.activeElement?.dataset;
+  const list = element.querySelector('.mpic-chats'), now = shown?.id, focused = document.activeElement?.dataset;
   const { act, id } = list.contains(document.activeElement) ? focused : {};
   list.replaceChildren(...all().map((chat) => {
     const item = document.createElement('li'), title = button(chat.title || 'Chat', '', 'open', chat.id);
@@ -125,11 +140,11 @@ element.addEventListener('click', (event) => {
   if (act && user !== null) { say(''); actions[act](id); }
 });
 document.addEventListener('mpic-store', (event) => actions[event.detail.do]?.(event.detail.id));
-document.addEventListener('mpic-chat', (event) => trigger('act', event.detail));
+document.addEventListener('mpic-chat', (event) => trigger('submit', event.detail));
 addEventListener('storage', (event) => {  // another tab has changed something
   if (user === null || !event.key?.startsWith(prefix())) return;
-  const { chat } = props.value, kept = load(chat.id);
-  if (kept && !answering && merge(chat, kept)) open(chat); else show();
+  const kept = load(shown.id);
+  if (kept && !answering && merge(shown, kept)) open(shown); else show();
 });
 addEventListener('pagehide', () => { if (saving) save(); });
 watch('value', () => {
@@ -139,6 +154,5 @@ watch('value', () => {
     dispatchEvent(new CustomEvent('mpic-user', { detail: user }));
     return open(atRest(load(localStorage.getItem(openKey())) || fresh()));
   }
-  answering = runs(props.value.chat).length > 0;
-  saving ||= setTimeout(save, SOON);
+  came(props.value.chat);
 });

@@ -38,7 +38,7 @@ def open_page(browser):
         if context is None:
             context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
             contexts.append(context)
-            context.set_default_timeout(15_000)
+            context.set_default_timeout(60_000)  # many suites may share a machine
         page = context.new_page()
         watched.append((Watched(page), expected))
         page.goto(url)

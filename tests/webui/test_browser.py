@@ -8,6 +8,7 @@ from page_kit import (
     BOX,
     PHONE,
     add,
+    answered,
     ask,
     begin,
     focused,
@@ -93,21 +94,52 @@ def test_questions_are_answered_again_edited_and_taken_back(fake, open_page):
     ask(page, "One")
     fake.engine.answer = "Another answer."
     page.click("[aria-label=Retry]")
-    until(page, lambda: "Another answer." in page.inner_text("#bot"))
+    until(page, lambda: "Another answer." in page.inner_text("#bot") and answered(page, 1))
     ask(page, "Two")
     fake.engine.answer = "A third answer."
     page.locator("[aria-label=Edit]").first.click()
     page.locator("#bot textarea").fill("First")
     page.locator("[aria-label=Submit]").first.click()
     # the box shows the new words, beside the old answers, before the server has been asked
-    until(page, lambda: "A third answer." in page.inner_text("#bot"))
-    until(page, lambda: page.locator(ANSWERED).count() == 2 and not page.locator("#stop").is_visible())
+    until(page, lambda: "A third answer." in page.inner_text("#bot") and answered(page, 2))
     assert questions(page) == ["First", "Two"]
     page.click("[aria-label=Undo]")
     until(page, lambda: questions(page) == ["First"] and page.input_value(BOX) == "Two")
     page.on("dialog", lambda dialog: dialog.accept())
     page.click("[data-do=delete]")
     until(page, lambda: questions(page) == [] and kept(page) == [])
+
+
+def test_a_chat_is_asked_one_thing_at_a_time(fake, open_page):
+    page = open_page(fake.url)
+    ask(page, "One")
+    ask(page, "Two")
+    fake.engine.pause, fake.engine.answer = 0.2, "A very slow answer." * 20
+    page.click("[aria-label=Retry]")
+    until(page, lambda: "A very" in page.inner_text("#bot"))
+    send(page, "Three")
+    page.locator("[data-do=delete]").first.dispatch_event("click")
+    fake.engine.pause = 0.0
+    until(page, lambda: fake.engine.answer in page.inner_text("#bot") and answered(page, 2))
+    assert questions(page) == ["One", "Two"] and page.input_value(BOX) == "Three"
+    page.press(BOX, "Enter")
+    until(page, lambda: questions(page) == ["One", "Two", "Three"] and answered(page, 3))
+
+
+@pytest.mark.parametrize("leave, left", [("new", ["One"]), ("delete", [])])
+def test_a_chat_that_is_left_while_it_is_answered_does_not_return(fake, open_page, leave, left):
+    page = open_page(fake.url)
+    fake.engine.pause, fake.engine.answer = 0.2, "A very slow answer that nobody waits for." * 10
+    send(page, "One")
+    until(page, lambda: "A very" in page.inner_text("#bot") and len(kept(page)) == 1)
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.locator(f"#store [data-act={leave}]").first.click()
+    until(page, lambda: questions(page) == [] and not page.locator("#stop").is_visible())
+    page.reload()
+    page.wait_for_selector("body[data-ready]")
+    assert questions(page) == []
+    assert [question for question, _ in kept(page)] == left
+    assert all(text.startswith("A very") and text != fake.engine.answer for _, text in kept(page))
 
 
 def test_chats_outlast_reloads_and_restarts_and_can_be_exported(fake, open_page):
