@@ -8,7 +8,6 @@ when the time is over. Nothing that was acknowledged is lost, just as with ``kil
 from __future__ import annotations
 
 import faulthandler
-import logging
 import os
 import select
 import sys
@@ -21,11 +20,14 @@ FORCED = 70
 """Exit status of a process whose engine or library could not be closed in time (``EX_SOFTWARE`` of sysexits.h)."""
 THREAD_SECONDS = 2.0
 """Seconds that threads may still take after everything has been closed."""
-LOG_SECONDS = 1.0
-"""Seconds for the last lines in the log; the thread that is blocked may hold the lock of the log."""
+LAST_SECONDS = 1.0
+"""Seconds for the last lines on stderr; who should read it may be blocked, too."""
 FRAMES = 3
+SAID = {
+    FORCED: "The server could not be closed in time, so it ends by force. Everything that was acknowledged is on disk.",
+    0: "The server is closed; threads that are still blocked are left behind.",
+}
 STDERR = 2
-log = logging.getLogger("mpic.server")
 
 
 class ShutdownTimer:
@@ -62,7 +64,7 @@ class ShutdownTimer:
         deadline = time.monotonic() + self.grace + self.closing
         status = FORCED
         # This second timer does not need the lock of the interpreter, which a blocked thread may hold.
-        last = self.grace + self.closing + LOG_SECONDS + THREAD_SECONDS
+        last = self.grace + self.closing + LAST_SECONDS + THREAD_SECONDS
         faulthandler.dump_traceback_later(last, exit=True, file=STDERR)
         while (left := deadline - time.monotonic()) > 0:
             if not select.select([self._reader], [], [], left)[0]:
@@ -71,24 +73,9 @@ class ShutdownTimer:
                 status, deadline = 0, min(deadline, time.monotonic() + THREAD_SECONDS)
             else:
                 deadline = min(deadline, time.monotonic() + self.closing)
-        logging_thread = threading.Thread(
-            target=_log_threads, args=(status,), name="mpic-last-log", daemon=True
-        )
-        logging_thread.start()
-        logging_thread.join(LOG_SECONDS)
+        # not through the log, whose lock a blocked thread may hold
+        os.write(STDERR, "".join(f"{line}\n" for line in (SAID[status], *threads())).encode())
         os._exit(status)
-
-
-def _log_threads(status: int) -> None:
-    """Logs the threads that are still running."""
-    if status:
-        log.error(
-            "The server could not be closed in time, so it ends by force. Everything that was acknowledged is on disk."
-        )
-    else:
-        log.warning("The server is closed; threads that are still blocked are left behind.")
-    for line in threads():
-        log.warning("%s", line)
 
 
 def threads() -> list[str]:

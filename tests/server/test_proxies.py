@@ -1,13 +1,13 @@
-"""The configurations for reverse proxies in docs/operators.md are accepted by the proxies and work as intended."""
+"""The configurations for reverse proxies in deploy/ are accepted by the proxies and work as intended."""
 
-import re
+import json
 import shlex
 import shutil
 import socket
 import ssl
 import subprocess
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import httpx
 import pytest
 from front_server import LIMITS, eventually, front_server
 
-DOCS = Path(__file__).parents[2] / "docs" / "operators.md"
+DEPLOY = Path(__file__).parents[2] / "deploy"
 WRAPPER = """
 daemon off; master_process off; pid {folder}/nginx.pid; error_log {folder}/error.log;
 events {{ }}
@@ -26,12 +26,6 @@ http {{
     {configuration}
 }}
 """
-
-
-def documented(language):
-    """Returns the configuration in the documentation."""
-    [found] = re.findall(rf"^```{language}\n(.*?)^```", DOCS.read_text(), re.MULTILINE | re.DOTALL)
-    return found
 
 
 def free_port():
@@ -62,10 +56,11 @@ def certificate(tmp_path_factory):
 
 def nginx(folder, certificate, port, server):
     text = changed(
-        documented("nginx"),
+        (DEPLOY / "nginx.conf").read_text(),
         **{"listen 443 ssl": f"listen 127.0.0.1:{port} ssl", "127.0.0.1:8000": f"127.0.0.1:{server}"},
         **{"/etc/ssl/mpic/fullchain.pem": str(certificate), "/etc/ssl/mpic/privkey.pem": str(certificate)},
-        **{"client_header_timeout 10s": "client_header_timeout 1s"},
+        **{"client_header_timeout 10s": "client_header_timeout 1s", " send_timeout 30s": " send_timeout 1s"},
+        **{"limit_conn mpic_address 64": "limit_conn mpic_address 4"},
     )
     path = folder / "nginx.conf"
     path.write_text(WRAPPER.format(folder=folder, configuration=text))
@@ -74,10 +69,11 @@ def nginx(folder, certificate, port, server):
 
 def haproxy(folder, certificate, port, server):
     text = changed(
-        documented("haproxy"),
+        (DEPLOY / "haproxy.cfg").read_text(),
         **{"bind :443": f"bind 127.0.0.1:{port}", "127.0.0.1:8000": f"127.0.0.1:{server}"},
         **{"/etc/ssl/mpic/fullchain-and-privkey.pem": str(certificate)},
-        **{"timeout http-request 10s": "timeout http-request 1s"},
+        **{"timeout http-request 10s": "timeout http-request 1s", "timeout client 30s": "timeout client 1s"},
+        **{"sc0_conn_cur gt 64": "sc0_conn_cur gt 4"},
     )
     path = folder / "haproxy.cfg"
     path.write_text(text)
@@ -88,6 +84,7 @@ def haproxy(folder, certificate, port, server):
 def behind(tmp_path_factory, template):
     """A server that trusts every connection from this machine as its proxy's."""
     limits = replace(LIMITS, trusted_proxies="127.0.0.1", max_connections=100, keep_alive_seconds=5.0)
+    limits = replace(limits, send_seconds=60.0)
     limits = replace(limits, header_seconds=10.0, body_seconds=30.0, hosts="api.example.org")
     with front_server(tmp_path_factory.mktemp("behind"), template, limits) as front:
         yield front
@@ -118,11 +115,15 @@ def answers(port):
 
 
 @contextmanager
-def tls(port):
+def tls(port, receive_buffer=0):
     """A connection to a proxy whose certificate nobody knows."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
+    with socket.socket() as sock:
+        sock.settimeout(20)
+        if receive_buffer:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        sock.connect(("127.0.0.1", port))
         with context.wrap_socket(sock) as wrapped:
             yield wrapped
 
@@ -155,8 +156,42 @@ def test_the_documented_configuration_of_a_proxy_does_its_work(proxy, behind):
 
 
 def test_a_proxy_keeps_slow_headers_to_itself(proxy, behind):
-    accepted = behind.connections.accepted
+    assert behind.settled()
     with tls(proxy) as sock:
         sock.sendall(b"GET /v1/models HTTP/1.1\r\nHost: api.example.org\r\nx: ")
         assert sock.recv(1000)[:12] in (b"", b"HTTP/1.1 408")
-    assert behind.connections.accepted == accepted
+    assert len(behind.connections) == 0
+
+
+def streaming(sock, behind):
+    """Asks for a long stream."""
+    body = json.dumps(
+        {"messages": [{"role": "user", "content": "hello"}], "stream": True, "max_tokens": 100_000}
+    )
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: api.example.org\r\nAuthorization: Bearer {behind.key}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    sock.sendall((head + body).encode())
+
+
+def test_a_proxy_ends_the_connections_of_clients_that_do_not_read(proxy, behind):
+    behind.engine.pause, behind.engine.answer = 0.0, " ".join(["word" * 2000] * 2000)
+    with tls(proxy, receive_buffer=4096) as sock:
+        streaming(sock, behind)
+        assert eventually(lambda: behind.engine.held)
+        assert eventually(lambda: not behind.engine.held) and behind.settled()
+
+
+def test_a_proxy_refuses_more_connections_of_one_address_than_its_share(proxy, behind):
+    behind.engine.pause, behind.engine.answer = 0.05, " ".join(["word"] * 2000)
+    with ExitStack() as clients:
+        for _ in range(4):
+            streaming(clients.enter_context(tls(proxy)), behind)
+        assert eventually(lambda: len(behind.engine.held) == 4)
+        try:
+            late = clients.enter_context(tls(proxy))
+            streaming(late, behind)
+            assert late.recv(1000)[:12] in (b"", b"HTTP/1.1 429")
+        except OSError:
+            pass  # refused before any request
+        assert len(behind.engine.held) == 4
+    assert eventually(lambda: not behind.engine.held)
