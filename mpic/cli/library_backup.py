@@ -10,6 +10,7 @@ import typer
 
 from mpic.cli.common import Json, err, print_outcome, progress
 from mpic.cli.folder import ConfigFile, DataDir, library_location
+from mpic.errors import BadRequest
 
 if TYPE_CHECKING:
     from mpic.library.copies.backup import Copied
@@ -76,13 +77,7 @@ def recover(
     force: Annotated[
         bool, typer.Option("--force", help="make a new catalogue although the old one is intact")
     ] = False,
-    without_sidecars: Annotated[
-        bool,
-        typer.Option(
-            "--without-sidecars",
-            help="also add originals of versions that wrote no sidecars, under their ids, without handles",
-        ),
-    ] = False,
+    without_sidecars: Annotated[bool, typer.Option("--without-sidecars", hidden=True)] = False,
     data_dir: DataDir = None,
     config: ConfigFile = None,
     as_json: Json = False,
@@ -96,11 +91,17 @@ def recover(
     `catalog.sqlite-shm` away first, or SQLite writes the old log into the copy. Exit status 1 if something could not be
     added as it was; the table shows it.
     """
-    from mpic.library.repair.recover import recover, size_of
+    from mpic.library.rebuild import recover, size_of
 
-    root, limits = library_location(data_dir, config)
+    if without_sidecars:
+        raise BadRequest(
+            "--without-sidecars is gone, because every released version writes sidecars: recover without it, and "
+            "upload the originals that the table shows again, from quarantine/orphans/",
+            param="without_sidecars",
+        )
+    root, _ = library_location(data_dir, config)
     with progress("reading", size_of(root), as_json) as advance:
-        done = recover(root, dry_run, force, without_sidecars, limits, progress=advance)
+        done = recover(root, dry_run, force, progress=advance)
     aside = None if done.aside is None else str(done.aside)
     troubles = [trouble._asdict() for trouble in done.troubles]
     value = {"counts": dict(done.counts), "troubles": troubles, "aside": aside}

@@ -194,19 +194,9 @@ def test_a_recovery_that_misses_something_says_what_and_ends_with_1(mpic, root):
     assert orphans["files"] == 1 and orphans["oldest"]
 
 
-def test_a_recovery_without_sidecars_accepts_what_the_configuration_accepts(mpic, tmp_path):
-    root, config = tmp_path / "library", tmp_path / "mpic.toml"
-    with Library.open(root, Limits(gif=True)) as library:
-        file = library.files.add("local", encoded(format="GIF"), "g.gif")
-    for path in (root / "catalog.sqlite", *root.glob("files/*/*.json")):
-        path.unlink()
-    config.write_text("[library]\ngif = true\n")
-    options = ["--without-sidecars", "--data-dir", root]
-    status, out, _ = mpic("recover", "--dry-run", *options)
-    assert status == 1 and file.id in out
-    status, out, _ = mpic("recover", *options, "--config", config)
-    assert status == 0 and "1 files" in out
-    assert mpic("show", file.id, "--data-dir", root)[0] == 0
+def test_the_option_of_recover_that_is_gone_says_where_the_files_are(mpic, root):
+    status, _, err = mpic("recover", "--without-sidecars", "--data-dir", root)
+    assert status == 1 and "[bad_request]" in err and "quarantine/orphans" in err
 
 
 def test_a_backup_and_a_restore(mpic, root, tmp_path):

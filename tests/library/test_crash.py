@@ -13,7 +13,7 @@ from library_tools import Clock, Crash, CrashingFiles, everything, kill, make_ch
 from mpic.errors import DatabaseDamaged, DatabaseFailed, IntegrityError, StorageFull
 from mpic.library import Library
 from mpic.library.catalog.database import MIGRATIONS, Catalog
-from mpic.library.repair.recover import recover
+from mpic.library.rebuild import recover
 
 
 @pytest.fixture(scope="module")

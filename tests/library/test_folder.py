@@ -54,7 +54,6 @@ def test_a_library_of_an_earlier_version_is_marked_and_gets_its_sidecars(root, c
     downgrade(root, version, monkeypatch)
     with Library.open(root, clock=clock) as library:
         assert not any(library.recovered.values())
-        library.finish_sidecars()
         assert {name for name in everything(root, sidecars=True) if name.endswith(".json")} == sidecars
         assert check(library) == [] and (root / MARKER).exists()
         assert library.catalog.one("PRAGMA user_version")[0] == len(database.MIGRATIONS)
