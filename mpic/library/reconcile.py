@@ -21,8 +21,7 @@ from typing import Any
 
 from mpic.durable import FileSystem
 from mpic.errors import CorruptFile, MPICError
-from mpic.library.catalog.columns import insert_row, update_row
-from mpic.library.catalog.database import Catalog
+from mpic.library.catalog.database import Catalog, insert_row, update_row
 from mpic.library.catalog.reference_rows import retire
 from mpic.library.folder.layout import SIDECAR, original_path, owner_folder, scan
 from mpic.library.folder.orphans import Orphans

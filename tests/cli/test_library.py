@@ -11,7 +11,7 @@ from mpic.config import EngineConfig
 from mpic.engine import load_engine
 from mpic.keys import KeyLimits, KeyStore
 from mpic.kv.chunk import Chunk, ChunkKey, KVKey, Recipe
-from mpic.library import Library, Limits
+from mpic.library import Library
 from mpic.library.references import ReferenceLibrary
 
 

@@ -140,7 +140,7 @@ def test_clips_survive_a_start_a_backup_of_the_catalogue_and_its_loss(open_libra
 
 def test_files_of_a_catalogue_before_clips_keep_their_kinds_and_what_refers_to_them(tmp_path, monkeypatch):
     with monkeypatch.context() as old:
-        old.setattr(database, "MIGRATIONS", database.MIGRATIONS[:9])
+        old.setattr(database, "MIGRATIONS", database.MIGRATIONS[:3])
         with Library.open(tmp_path / "library") as library:
             library.files.cut = lambda text, split: [(0, 2), (2, 4)]
             library.files.tokenize = lambda text: tuple(text.encode())
