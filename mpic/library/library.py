@@ -20,7 +20,7 @@ from mpic.library.catalog.reference_rows import ReferenceRows
 from mpic.library.folder.layout import CATALOG
 from mpic.library.folder.lock import FolderLock
 from mpic.library.folder.originals import Originals
-from mpic.library.folder.orphans import Orphans
+from mpic.library.folder.quarantine import Orphans
 from mpic.library.folder.sidecars import Sidecars
 from mpic.library.limits import Limits
 from mpic.library.part import Storage

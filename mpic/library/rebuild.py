@@ -21,9 +21,8 @@ from typing import NamedTuple
 from mpic.durable import FileSystem
 from mpic.errors import BadRequest, CorruptFile, MPICError, OutOfMemory
 from mpic.library.catalog.database import Catalog
-from mpic.library.folder.inspection import inspect_catalog
 from mpic.library.folder.layout import CATALOG, SIDECAR, scan, scan_chunks
-from mpic.library.folder.lock import FolderLock
+from mpic.library.folder.lock import FolderLock, inspect_catalog
 from mpic.library.folder.sidecars import Sidecar, Sidecars
 from mpic.library.reconcile import DAMAGED, GAVE_HANDLE, LOST, Adoption, Record, check_original, read_sidecars
 from mpic.library.store.chunk_rows import ChunkRows, DurableChunk

@@ -24,7 +24,7 @@ from mpic.errors import CorruptFile, MPICError
 from mpic.library.catalog.database import Catalog, insert_row, update_row
 from mpic.library.catalog.reference_rows import retire
 from mpic.library.folder.layout import SIDECAR, original_path, owner_folder, scan
-from mpic.library.folder.orphans import Orphans
+from mpic.library.folder.quarantine import Orphans
 from mpic.library.folder.sidecars import COLUMNS, CONTENT, DESCRIBED, QUOTAS, Sidecar, Sidecars
 from mpic.library.records import SHARED
 

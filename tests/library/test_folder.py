@@ -10,7 +10,7 @@ from mpic.errors import ForeignFolder, LibraryGone, Unavailable
 from mpic.library import Library
 from mpic.library.caches import CachedText
 from mpic.library.catalog import database
-from mpic.library.folder.inspection import MARKER
+from mpic.library.folder.lock import MARKER
 from mpic.library.upkeep import check
 
 # Folders that are somebody else's

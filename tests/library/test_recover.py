@@ -33,8 +33,8 @@ from mpic.errors import (
 from mpic.kv.file import ChunkFile
 from mpic.library import SHARED, Library
 from mpic.library.caches import CachedText
-from mpic.library.folder.inspection import MARKER
 from mpic.library.folder.layout import sidecar_of
+from mpic.library.folder.lock import MARKER
 from mpic.library.folder.sidecars import Sidecar
 from mpic.library.rebuild import recover
 from mpic.library.reconcile import REPLACED, WITHOUT_HANDLE

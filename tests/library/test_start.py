@@ -25,8 +25,8 @@ from mpic.errors import (
 from mpic.library import Library, Limits
 from mpic.library.caches import CachedText
 from mpic.library.catalog.database import Catalog
-from mpic.library.folder.inspection import MARKER
 from mpic.library.folder.layout import sidecar_of
+from mpic.library.folder.lock import MARKER
 from mpic.library.folder.sidecars import Sidecar
 from mpic.library.rebuild import recover
 from mpic.library.reconcile import Adoption

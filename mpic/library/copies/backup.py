@@ -27,8 +27,8 @@ from mpic.durable import FileSystem, storage_error, write_durably
 from mpic.errors import BadRequest, DatabaseBusy, DatabaseDamaged, DatabaseFailed, Unavailable
 from mpic.keys import any_keys, mark_keys
 from mpic.library.catalog.database import NAME, Catalog
-from mpic.library.folder.inspection import BACKUP, Marker
 from mpic.library.folder.layout import CATALOG, sidecar_of
+from mpic.library.folder.lock import BACKUP, Marker
 from mpic.library.folder.sidecars import Sidecars
 
 KEYS = "keys.sqlite"

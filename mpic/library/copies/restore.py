@@ -14,9 +14,8 @@ from mpic.errors import IntegrityError
 from mpic.file_status import is_own_file
 from mpic.keys import NEEDED
 from mpic.library.copies.backup import KEYS, SAVINGS, Copied, Manifest, Progress, copy_file
-from mpic.library.folder.inspection import inspect_catalog
 from mpic.library.folder.layout import CATALOG
-from mpic.library.folder.lock import FolderLock
+from mpic.library.folder.lock import FolderLock, inspect_catalog
 
 
 def restore(source: Path, root: Path, progress: Progress = lambda done: None) -> Copied:
