@@ -15,7 +15,7 @@ from rich.filesize import decimal
 from mpic.cli import library_backup, library_give, library_press
 from mpic.cli.common import Json, command_app, out, print_json, print_result, print_table, progress
 from mpic.cli.folder import ConfigFile, DataDir, inspect_library, open_library, open_or_inspect
-from mpic.errors import BadRequest, NotFound, UnknownHandle
+from mpic.errors import NotFound, UnknownHandle
 from mpic.keys import Key, KeyStore, any_keys
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ app = command_app(
     "adds the uploads and references of a backup to any library."
 )
 app.command("backup")(library_backup.backup)
+app.command("export", hidden=True, context_settings={"ignore_unknown_options": True})(library_backup.export)
 app.command("restore")(library_backup.restore)
 app.command("recover")(library_backup.recover)
 app.command("give")(library_give.give)
@@ -185,15 +186,6 @@ def library_gc(
     if found:
         verb = "would be removed" if dry_run else "removed"
         out.print(f"{decimal(size.total())} {verb}")
-
-
-@app.command("export", hidden=True, context_settings={"ignore_unknown_options": True})
-def library_export(words: Annotated[list[str] | None, typer.Argument()] = None) -> None:
-    """Refuse: `mpic library backup` does it."""
-    raise BadRequest(
-        "`mpic library export` is gone: `mpic library backup FOLDER` (`--user NAME` for one user's files) writes what "
-        "`mpic library import` reads, which reads the tar files of earlier versions, too"
-    )
 
 
 @app.command("import")
