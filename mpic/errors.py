@@ -359,6 +359,12 @@ class ForeignFolder(Unavailable):
     code = "foreign_folder"
 
 
+class LinkedFolder(Unavailable):
+    """A symbolic link stands where a library has a folder or an original of its own."""
+
+    code = "linked_folder"
+
+
 class CorruptFile(MPICError):
     code = "corrupt_file"
 

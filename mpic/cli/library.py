@@ -26,10 +26,11 @@ app = command_app(
     "The folder with uploads, references and compiled chunks: look at it, verify it, clean it, copy it, move it.\n\n"
     "`ls`, `show`, `backup`, `check` and `gc --dry-run` work while a server runs; stop the server for the others. To "
     "manage your own uploads on a server use `mpic files`.\n\n"
-    "`backup` copies everything as it is (ids, quotas, keys, caches), to be restored into an empty folder; `export` "
-    "writes uploads and references into one tar file, which any library can import."
+    "`backup` copies everything as it is (ids, quotas, keys, caches), to be restored into an empty folder; `import` "
+    "adds the uploads and references of a backup to any library."
 )
 app.command("backup")(library_backup.backup)
+app.command("export", hidden=True, context_settings={"ignore_unknown_options": True})(library_backup.export)
 app.command("restore")(library_backup.restore)
 app.command("recover")(library_backup.recover)
 app.command("give")(library_give.give)
@@ -187,42 +188,19 @@ def library_gc(
         out.print(f"{decimal(size.total())} {verb}")
 
 
-@app.command("export")
-def library_export(
-    path: Annotated[Path, typer.Argument(help="the tar file to write")],
-    user: Annotated[str | None, typer.Option(help="only this user's files")] = None,
-    data_dir: DataDir = None,
-    config: ConfigFile = None,
-    as_json: Json = False,
-) -> None:
-    """Write all files and references to one tar file that only you can read; every original is verified.
-
-    It has no compiled chunks, which belong to a model and are compiled again, and no explicit caches (`/v1/caches`).
-    `mpic library import` reads it.
-    """
-    from mpic.client.sources import unicode_name
-    from mpic.library.copies.archive import export, size_of
-
-    with open_library(data_dir, config) as library:
-        with progress("exporting", size_of(library, user), as_json) as advance:
-            count = export(library, path, user, advance)
-    size, name = path.stat().st_size, unicode_name(str(path))
-    print_result(
-        {"path": name, "entries": count, "bytes": size},
-        f"{count:,} entries, {decimal(size)} in {name}",
-        as_json,
-    )
-
-
 @app.command("import")
 def library_import(
-    source: Annotated[Path, typer.Argument(help="an export, a folder, or a .jsonl file", exists=True)],
+    source: Annotated[
+        Path,
+        typer.Argument(help="a backup, a folder, a .jsonl file, or an old export (.tar)", exists=True),
+    ],
     data_dir: DataDir = None,
     config: ConfigFile = None,
     as_json: Json = False,
 ) -> None:
-    """Import an export, or references in bulk from a folder or a JSONL file.
+    """Import the uploads and references of a backup, or references in bulk from a folder or a JSONL file.
 
+    A backup: files get new ids; explicit caches and compiled chunks stay behind.
     A folder: every file becomes a reference; links out of the folder are refused. JSONL: one object a line with `path`
     or `text`, and `title`, `id`, `description`, `metadata`. Run it again to resume: references that exist are left as
     they are, those that have changed are replaced. Exit status 1 if anything was refused; the table shows it with the
@@ -230,15 +208,16 @@ def library_import(
 
     Example: `mpic library import data/references/references.jsonl`
     """
-    from mpic.library.copies.archive import restore
     from mpic.library.copies.bulk_import import LibraryTarget, import_references, run_import
+    from mpic.library.copies.restore import add
+    from mpic.library.folder.lock import BACKUP
 
     with (
         open_library(data_dir, config, create=True) as library,
         progress("importing", None, as_json) as advance,
     ):
-        if source.suffix == ".tar":
-            results = restore(library, source, lambda result: advance(1))
+        if source.suffix == ".tar" or (source / BACKUP).exists():
+            results = add(library, source, lambda result: advance(1))
         else:
             target = LibraryTarget(library.references)
             results = run_import(import_references(source, target, lambda result: advance(1)))

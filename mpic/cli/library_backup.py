@@ -10,6 +10,7 @@ import typer
 
 from mpic.cli.common import Json, err, print_outcome, progress
 from mpic.cli.folder import ConfigFile, DataDir, library_location
+from mpic.errors import BadRequest
 
 if TYPE_CHECKING:
     from mpic.library.copies.backup import Copied
@@ -23,6 +24,7 @@ def backup(
     copy: Annotated[
         bool, typer.Option("--copy", help="copy and verify every byte, make no hard links")
     ] = False,
+    user: Annotated[str | None, typer.Option(help="only what this user has")] = None,
     data_dir: DataDir = None,
     config: ConfigFile = None,
     as_json: Json = False,
@@ -31,19 +33,27 @@ def backup(
 
     The copy holds the catalogue at one moment, every original that it lists, the API keys and, unless the file with it
     cannot be read, what reuse has saved. On the same disk originals are hard links, which take no space; on another
-    disk they are copied and verified. `mpic library restore` makes a library of it. (`mpic library export` writes the
-    uploads alone, without ids, caches, quotas and keys, into one tar file for any library.) Exit status 1 if an
-    original was damaged or lost before.
+    disk they are copied and verified. `mpic library restore` makes a library of it; `mpic library import` puts its
+    uploads and references into another one. With `--user` it has nothing of others: no references, no API keys. Exit
+    status 1 if an original was damaged or lost before.
 
     Example: `mpic library backup /backups/monday`
     """
     from mpic.library.copies.backup import backup, size_of
 
     root, _ = library_location(data_dir, config)
-    total = size_of(root) if (root / "catalog.sqlite").is_file() else None
+    total = size_of(root, user) if (root / "catalog.sqlite").is_file() else None
     with progress("copying", total, as_json) as advance:
-        done = backup(root, target, chunks, not copy, progress=advance)
+        done = backup(root, target, chunks, not copy, user, advance)
     _show_copied(done, f"the backup is in {target}", as_json)
+
+
+def export(words: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+    """Refuse: `mpic library backup` does it."""
+    raise BadRequest(
+        "`mpic library export` is gone: `mpic library backup FOLDER` (`--user NAME` for one user's files) writes what "
+        "`mpic library import` reads, which reads the tar files of earlier versions, too"
+    )
 
 
 def restore(
@@ -76,13 +86,7 @@ def recover(
     force: Annotated[
         bool, typer.Option("--force", help="make a new catalogue although the old one is intact")
     ] = False,
-    without_sidecars: Annotated[
-        bool,
-        typer.Option(
-            "--without-sidecars",
-            help="also add originals of versions that wrote no sidecars, under their ids, without handles",
-        ),
-    ] = False,
+    without_sidecars: Annotated[bool, typer.Option("--without-sidecars", hidden=True)] = False,
     data_dir: DataDir = None,
     config: ConfigFile = None,
     as_json: Json = False,
@@ -96,11 +100,17 @@ def recover(
     `catalog.sqlite-shm` away first, or SQLite writes the old log into the copy. Exit status 1 if something could not be
     added as it was; the table shows it.
     """
-    from mpic.library.repair.recover import recover, size_of
+    from mpic.library.rebuild import recover, size_of
 
-    root, limits = library_location(data_dir, config)
+    if without_sidecars:
+        raise BadRequest(
+            "--without-sidecars is gone, because every released version writes sidecars: recover without it, and "
+            "upload the originals that the table shows again, from quarantine/orphans/",
+            param="without_sidecars",
+        )
+    root, _ = library_location(data_dir, config)
     with progress("reading", size_of(root), as_json) as advance:
-        done = recover(root, dry_run, force, without_sidecars, limits, progress=advance)
+        done = recover(root, dry_run, force, progress=advance)
     aside = None if done.aside is None else str(done.aside)
     troubles = [trouble._asdict() for trouble in done.troubles]
     value = {"counts": dict(done.counts), "troubles": troubles, "aside": aside}

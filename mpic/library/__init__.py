@@ -18,9 +18,9 @@ Each package imports only those above it in this table:
 ``store``      tiers of compiled chunks: disk and host memory
 ``intake``     what every upload passes through: checks and decoding
 ``uploads``    files of users; ``caches``: texts cached explicitly; ``references``: what administrators provide
-``repair``     catalogue and files brought into agreement at a start, and a lost catalogue made again
+``reconcile``  catalogue and files brought into agreement at a start; ``rebuild``: a lost catalogue made again
 ``library``    ``Library``, the facade over all of these
-``copies``     backup, restore, archive, bulk import; ``upkeep``: check and clean-up of an open library
+``copies``     backup, restore, bulk import, gifts; ``upkeep``: check and clean-up of an open library
 =============  ======================================================================================================
 """
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from mpic.errors import BadRequest, CacheNotFound, InvalidText, TooLarge, cut
 from mpic.keys import KeyLimits
 from mpic.kv.chunk import ChunkKey
-from mpic.library.catalog.columns import insert_row, page_of
+from mpic.library.catalog.database import insert_row, page_of
 from mpic.library.catalog.file_rows import ALIVE, FileRows
 from mpic.library.catalog.quotas import NO_KEY
 from mpic.library.folder.originals import Incoming, seal_all

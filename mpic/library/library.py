@@ -20,14 +20,13 @@ from mpic.library.catalog.reference_rows import ReferenceRows
 from mpic.library.folder.layout import CATALOG
 from mpic.library.folder.lock import FolderLock
 from mpic.library.folder.originals import Originals
-from mpic.library.folder.orphans import Orphans
+from mpic.library.folder.quarantine import Orphans
 from mpic.library.folder.sidecars import Sidecars
 from mpic.library.limits import Limits
 from mpic.library.part import Storage
+from mpic.library.reconcile import Reconciliation
 from mpic.library.records import SHARED, StorageUsage
 from mpic.library.references import ReferenceLibrary
-from mpic.library.repair.backfill import SidecarBackfill
-from mpic.library.repair.reconcile import Reconciliation
 from mpic.library.store import DiskStore, HostTier, Tier, TieredStore
 from mpic.library.store.shares import TierBounds
 from mpic.library.uploads import UploadLibrary
@@ -100,7 +99,6 @@ class Library:
         self.caches = CacheLibrary(storage, files, self.files)
         self.references = ReferenceLibrary(storage, references)
         self.orphans = Orphans(root, filesystem, clock, limits.orphan_days, self.catalog.newest)
-        self._backfill = SidecarBackfill(self.catalog, self.sidecars)
         self._open, self._probed = not read_only, -math.inf
 
     @classmethod
@@ -177,11 +175,12 @@ class Library:
         )
         done = Counter(dict.fromkeys([*names.split(), "expired_orphans"], 0))
         known = self.files.paths() | self.references.paths()
-        originals = Reconciliation(self.root, self.catalog, self.sidecars, known, self.clock())
-        originals.remove_leftovers(self.filesystem)
+        now = self.clock()
+        originals = Reconciliation(self.root, self.catalog, self.sidecars, self.filesystem, known, now)
+        originals.remove_leftovers()
         done.update(self.store.reconcile(self.orphans))
         self.references.collect_retired()
-        done.update(originals.run(self.orphans, self.filesystem))
+        done.update(originals.run(self.orphans))
         if done["replaced_files"]:
             self.files.collect_expired()
         self.forget_gone()
@@ -190,7 +189,7 @@ class Library:
         for what, warning in WARNINGS.items():
             if done[what]:
                 log.warning("%s: %s %s", self.root, done[what], warning)
-        self._backfill.start(originals.without_sidecar())
+        originals.write_missing_sidecars()
         return dict(done)
 
     def forget_gone(self) -> None:
@@ -198,10 +197,6 @@ class Library:
         before = self.clock() - self.limits.tombstone_seconds
         self.store.forget_gone(before)
         self.catalog.drop_tombstones(before)
-
-    def finish_sidecars(self) -> None:
-        """Waits until the uploads of an earlier version have their sidecars, which are written in the background."""
-        self._backfill.wait()
 
     def set_quota(
         self, user: str, *, files: int | None = None, bytes: int | None = None, disk: int | None = None
@@ -277,7 +272,6 @@ class Library:
             with ExitStack() as ends:
                 ends.callback(self.folder.release)
                 ends.callback(self.catalog.close)
-                self._backfill.stop()
                 try:
                     self.store.flush()
                 except MPICError as error:  # only the order of evictions depends on it

@@ -67,7 +67,6 @@ def check(library: Library, contents: bool = True, progress: Progress = lambda d
     originals stay in place until a person replaces them. A library that is open only for reading, beside a server, is
     not changed; what the server has deleted, evicted or written anew meanwhile is not reported.
     """
-    library.finish_sidecars()
     problems: list[Problem] = []
     for part in (library.catalog, library.store, library.files, library.references):
         try:

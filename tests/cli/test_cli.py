@@ -327,7 +327,6 @@ LIBRARY = [
     ("library", "check"),
     ("library", "gc"),
     ("library", "gc", "--dry-run"),
-    ("library", "export", "{tmp}/e.tar"),
     ("library", "import", "{tmp}"),
     ("library", "quota", "ann"),
     ("library", "pin", "X"),

@@ -11,7 +11,7 @@ from mpic.config import EngineConfig
 from mpic.engine import load_engine
 from mpic.keys import KeyLimits, KeyStore
 from mpic.kv.chunk import Chunk, ChunkKey, KVKey, Recipe
-from mpic.library import Library, Limits
+from mpic.library import Library
 from mpic.library.references import ReferenceLibrary
 
 
@@ -29,7 +29,7 @@ def root(tmp_path):
     return tmp_path / "library"
 
 
-COMMANDS = ["ls", "show", "check", "gc", "export", "import", "quota", "pin"]
+COMMANDS = ["ls", "show", "check", "gc", "import", "quota", "pin"]
 COMMANDS += ["backup", "restore", "recover", "press"]
 
 
@@ -46,7 +46,7 @@ def test_ls_says_who_holds_what_beside_a_server_too(mpic, root):
         status, out, _ = mpic("ls", "--user", "bob", "--data-dir", root, "--json")
         (row,) = json.loads(out)
         assert (row["owner"], row["count"], row["bytes"]) == ("bob", 1, len(encoded()))
-        for command in (["gc"], ["export", root / "x.tar"], ["quota", "bob"]):
+        for command in (["gc"], ["import", root], ["quota", "bob"]):
             status, out, err = mpic(*command, "--data-dir", root)
             assert status == 1 and "another process" in err and "[library_in_use]" in err
 
@@ -91,12 +91,25 @@ def test_gc_with_a_dry_run(mpic, root):
     assert json.loads(mpic("gc", "--data-dir", root, "--json")[1]) == []
 
 
-def test_export_and_import(mpic, root, tmp_path):
-    status, out, _ = mpic("export", tmp_path / "e.tar", "--data-dir", root)
-    assert status == 0 and "2 entries" in out
+def test_a_command_that_is_gone_names_the_one_that_does_it(mpic, root, tmp_path):
+    for words in (
+        [],
+        [tmp_path / "e.tar"],
+        [tmp_path / "e.tar", "--user", "ann", "--data-dir", root, "--json"],
+    ):
+        status, _, err = mpic("export", *words)
+        assert status == 1 and "[bad_request]" in err and "mpic library backup" in err
+    assert not (tmp_path / "e.tar").exists()
+
+
+def test_backup_and_import(mpic, root, tmp_path):
+    status, out, _ = mpic("backup", tmp_path / "b", "--user", "bob", "--data-dir", root)
+    assert status == 0 and "1 files" in out
+    status, out, _ = mpic("backup", tmp_path / "e", "--data-dir", root)
+    assert status == 0 and "2 files" in out
     Library.open(tmp_path / "other").close()
     for outcome in ("2 added", "2 unchanged"):
-        status, out, _ = mpic("import", tmp_path / "e.tar", "--data-dir", tmp_path / "other")
+        status, out, _ = mpic("import", tmp_path / "e", "--data-dir", tmp_path / "other")
         assert status == 0 and outcome in out
     lines = [{"title": "A", "text": "a"}, {"title": "B"}]
     (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -105,17 +118,17 @@ def test_export_and_import(mpic, root, tmp_path):
     assert json.loads(mpic("ls", "--user", "@shared", "--data-dir", root, "--json")[1])[0]["count"] == 1
 
 
-@pytest.mark.parametrize("source", ["folder", "r.jsonl", "e.tar"])
+@pytest.mark.parametrize("source", ["folder", "r.jsonl", "backup"])
 def test_the_first_ctrl_c_ends_an_import(mpic, root, tmp_path, sigint, monkeypatch, source):
     (tmp_path / "folder").mkdir()
     for i in range(5):
         (tmp_path / "folder" / f"{i}.txt").write_text(f"fact {i}")
     lines = [{"title": f"T{i}", "text": f"fact {i}"} for i in range(5)]
     (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    first = "folder" if source == "e.tar" else source
+    first = "folder" if source == "backup" else source
     assert mpic("import", tmp_path / first, "--data-dir", root)[0] == 0
-    if source == "e.tar":
-        assert mpic("export", tmp_path / "e.tar", "--data-dir", root)[0] == 0
+    if source == "backup":
+        assert mpic("backup", tmp_path / "backup", "--data-dir", root)[0] == 0
     looked_up, get = [], ReferenceLibrary.get
 
     def interrupted(self, id):
@@ -128,7 +141,7 @@ def test_the_first_ctrl_c_ends_an_import(mpic, root, tmp_path, sigint, monkeypat
     status, out, _ = mpic("import", tmp_path / source, "--data-dir", root, "--json")
     assert (status, out, len(looked_up)) == (130, "", 2)
     monkeypatch.setattr(ReferenceLibrary, "get", get)
-    unchanged = 7 if source == "e.tar" else 5  # it holds the two uploads, too
+    unchanged = 7 if source == "backup" else 5  # it holds the two uploads, too
     assert f"{unchanged} unchanged" in mpic("import", tmp_path / source, "--data-dir", root)[1]
 
 
@@ -194,19 +207,9 @@ def test_a_recovery_that_misses_something_says_what_and_ends_with_1(mpic, root):
     assert orphans["files"] == 1 and orphans["oldest"]
 
 
-def test_a_recovery_without_sidecars_accepts_what_the_configuration_accepts(mpic, tmp_path):
-    root, config = tmp_path / "library", tmp_path / "mpic.toml"
-    with Library.open(root, Limits(gif=True)) as library:
-        file = library.files.add("local", encoded(format="GIF"), "g.gif")
-    for path in (root / "catalog.sqlite", *root.glob("files/*/*.json")):
-        path.unlink()
-    config.write_text("[library]\ngif = true\n")
-    options = ["--without-sidecars", "--data-dir", root]
-    status, out, _ = mpic("recover", "--dry-run", *options)
-    assert status == 1 and file.id in out
-    status, out, _ = mpic("recover", *options, "--config", config)
-    assert status == 0 and "1 files" in out
-    assert mpic("show", file.id, "--data-dir", root)[0] == 0
+def test_the_option_of_recover_that_is_gone_says_where_the_files_are(mpic, root):
+    status, _, err = mpic("recover", "--without-sidecars", "--data-dir", root)
+    assert status == 1 and "[bad_request]" in err and "quarantine/orphans" in err
 
 
 def test_a_backup_and_a_restore(mpic, root, tmp_path):

@@ -1,33 +1,34 @@
-"""A library as one tar file: export and import."""
+"""A copy of a library, or of what one user has, is added to another library; so are exports of earlier versions."""
 
-import errno
+import asyncio
 import hashlib
 import io
 import json
+import sqlite3
 import tarfile
 import tracemalloc
+from contextlib import closing
 
 import pytest
 from library_tools import store_of_each
 
-from mpic.durable import FileSystem
-from mpic.errors import BadRequest, CorruptFile, StorageFull
+from mpic.errors import BadRequest, LinkedFolder
 from mpic.library import Library
 from mpic.library.caches import CachedText
-from mpic.library.copies import archive
-from mpic.library.copies.archive import export, restore
-from mpic.library.copies.archive import size_of as export_size
+from mpic.library.copies.backup import backup, size_of
+from mpic.library.copies.restore import add, restore
+from mpic.library.folder.layout import sidecar_of
 from mpic.library.upkeep import check
 
 
-def test_an_export_can_be_restored_into_another_library(library, tmp_path, clock):
+def test_a_backup_can_be_added_to_another_library(library, tmp_path, clock):
     store_of_each(library)
     library.files.add("bob", b"ann's text", "same content.txt")
-    done = []
-    assert export(library, tmp_path / "all.tar", progress=done.append) == 4
-    assert sum(done) == export_size(library)
+    library.caches.create("ann", [CachedText("some text", 0, 9)])
+    backup(library.root, tmp_path / "all")
     with Library.open(tmp_path / "other", clock=clock) as other:
-        results = restore(other, tmp_path / "all.tar")
+        mine = other.files.add("ann", b"mine", "m.txt", "MINE")
+        results = add(other, tmp_path / "all")
         assert [r.outcome for r in results] == ["added"] * 4
         file = other.files.by_handle("ann", "A")
         assert file.metadata == {"n": 1} and file.pinned
@@ -36,110 +37,114 @@ def test_an_export_can_be_restored_into_another_library(library, tmp_path, clock
         reference = other.references.get("ref_r")
         assert (reference.title, reference.metadata) == ("R", {"k": "v"})
         assert other.references.text(reference) == "a reference"
-        assert check(other) == []
-        assert [r.outcome for r in restore(other, tmp_path / "all.tar")] == ["unchanged"] * 4
-    assert not list(tmp_path.glob("*.tmp"))
+        assert other.files.by_handle("ann", "MINE") == mine and check(other) == []
+        assert [r.outcome for r in add(other, tmp_path / "all")] == ["unchanged"] * 4
 
 
 @pytest.mark.parametrize("user", [None, "ann"])
-def test_progress_of_an_export_ends_at_the_total_of_what_is_exported(library, tmp_path, clock, user):
+def test_progress_of_a_backup_ends_at_the_total_of_what_is_copied(library, tmp_path, user):
     store_of_each(library)
     library.caches.create("ann", [CachedText("some text", 0, 9)])
-    library.files.add("ann", b"gone soon", "b.txt", expires_after=5)
-    clock.now += 10
     done = []
-    export(library, tmp_path / "e.tar", user, done.append)
-    assert sum(done) == export_size(library, user)
+    backup(library.root, tmp_path / "b", user=user, progress=done.append)
+    assert sum(done) == size_of(library.root, user) == size_of(tmp_path / "b")
 
 
-def test_an_export_keeps_how_documents_are_cut_and_compressed(library, tmp_path, clock):
+def test_a_backup_that_is_added_keeps_how_documents_are_cut_and_compressed(library, tmp_path, clock):
     split = {"mode": "fixed", "tokens": 3, "overlap": 0}
     library.files.add("ann", b"some text", "t.txt", "CUT", split=split, press="snapkv-50")
     library.files.add("ann", b"whole", "w.txt", "WHOLE")
-    export(library, tmp_path / "e.tar")
+    backup(library.root, tmp_path / "b")
     with Library.open(tmp_path / "other", clock=clock) as other:
-        restore(other, tmp_path / "e.tar")
+        add(other, tmp_path / "b")
         cut, whole = other.files.by_handle("ann", "CUT"), other.files.by_handle("ann", "WHOLE")
         assert (cut.split, cut.press) == (split, "snapkv-50")
         assert (whole.split, whole.press) == (None, "")
 
 
-def test_an_export_of_an_earlier_version_is_imported(library, tmp_path, clock, monkeypatch):
-    entries = archive._entries
-
-    def earlier(*arguments):
-        for entry, path in entries(*arguments):
-            yield {name: entry[name] for name in entry.keys() - {"kind", "split", "press"}}, path
-
-    library.files.add("ann", b"some text", "t.txt", "T", split={"mode": "none"})
-    with monkeypatch.context() as patch:
-        patch.setattr(archive, "_entries", earlier)
-        export(library, tmp_path / "e.tar")
-    with Library.open(tmp_path / "other", clock=clock) as other:
-        assert [result.outcome for result in restore(other, tmp_path / "e.tar")] == ["added"]
-        assert other.files.by_handle("ann", "T").split is None
-
-
-def test_one_users_export_holds_nothing_of_others(library, tmp_path):
+def test_one_users_backup_holds_nothing_of_others_and_is_a_library_when_restored(library, tmp_path, clock):
     store_of_each(library)
-    assert export(library, tmp_path / "ann.tar", user="ann") == 1
-    with tarfile.open(tmp_path / "ann.tar") as tar:
-        everything = b"".join(tar.extractfile(m).read() for m in tar.getmembers())
+    library.caches.create("bob", [CachedText("bob's secret", 0, 9)], name="bob's cache")
+    kept = library.caches.create("ann", [CachedText("kept", 0, 4)])
+    library.set_quota("bob", files=7)
+    for number in range(4):  # long enough for pages of their own, which are free once their rows are left out
+        asyncio.run(
+            library.references.add(b"a fact", "r.txt", title="R", description=f"{number} secret" * 400)
+        )
+    done = backup(library.root, tmp_path / "ann", chunks=True, link=False, user="ann")
+    assert (done.counts["files"], done.counts["refs"], done.counts["chunks"]) == (2, 0, 1)
+    everything = b"".join(path.read_bytes() for path in (tmp_path / "ann").rglob("*") if path.is_file())
     assert b"ann's text" in everything and b"bob" not in everything and b"a reference" not in everything
+    assert b"ref_r" not in everything and b"secret" not in everything
+    with closing(sqlite3.connect(tmp_path / "ann" / "catalog.sqlite")) as db:
+        assert db.execute("PRAGMA freelist_count").fetchone() == (0,)
+    restore(tmp_path / "ann", tmp_path / "restored")
+    with Library.open(tmp_path / "restored", clock=clock) as restored:
+        assert restored.files.by_handle("ann", "A") and restored.caches.get("ann", kept.id).chunks
+        assert check(restored) == [] and not any(restored.recovered.values())
 
 
-def test_a_broken_export_is_refused_and_a_damaged_library_is_not_exported(library, tmp_path, clock):
-    store_of_each(library)
-    export(library, tmp_path / "all.tar")
-    with pytest.raises(BadRequest, match="exists"):
-        export(library, tmp_path / "all.tar")
-    (tmp_path / "no.tar").write_bytes(b"nonsense" * 100)
-    with pytest.raises(BadRequest, match="not an export"):
-        restore(library, tmp_path / "no.tar")
-    whole = bytearray((tmp_path / "all.tar").read_bytes())
-    at = whole.rindex(b"ann's text")
-    whole[at] ^= 1
-    (tmp_path / "flipped.tar").write_bytes(whole)
+def test_what_is_lost_or_damaged_in_a_backup_is_refused_by_name_and_the_rest_added(library, tmp_path, clock):
+    files = [library.files.add("ann", f"text {number}".encode(), f"{number}.txt") for number in range(5)]
+    backup(library.root, tmp_path / "b", link=False)
+    lost, damaged, undescribed, misdescribed = (
+        tmp_path / "b" / file.path.relative_to(library.root) for file in files[:4]
+    )
+    lost.unlink()
+    damaged.write_bytes(b"something else")
+    sidecar_of(undescribed).unlink()
+    sidecar_of(misdescribed).write_bytes(b"{}")
     with Library.open(tmp_path / "other", clock=clock) as other:
-        results = restore(other, tmp_path / "flipped.tar")
-        assert sorted(r.outcome for r in results) == ["added", "added", "refused"]
-    library.files.by_handle("ann", "A").path.write_bytes(b"something else")
-    with pytest.raises(CorruptFile):
-        export(library, tmp_path / "again.tar")
-    assert not list(tmp_path.glob("*again*"))
-    library.files.by_handle("ann", "A").path.write_bytes(b"ann's text")
+        results = add(other, tmp_path / "b")
+        assert [file.filename for file in other.files.page("ann").files] == ["4.txt"]
+    refused = {result.id: result.why for result in results if result.outcome == "refused"}
+    assert refused.keys() == {file.id for file in files[:4]}
+    words = ("lost", "damaged", "no sidecar", "damaged")
+    assert all(word in refused[file.id] for file, word in zip(files, words))
 
 
-def test_a_file_with_other_content_is_not_taken_for_one_of_the_export(library, tmp_path, clock):
+def test_a_backup_with_a_link_for_a_folder_and_one_that_is_incomplete_are_not_added(library, tmp_path):
+    file = library.files.add("ann", b"some text", "a.txt")
+    backup(library.root, tmp_path / "b", link=False)
+    folder = (tmp_path / "b" / file.path.relative_to(library.root)).parent
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(LinkedFolder, match=str(folder)):
+        add(library, tmp_path / "b")
+    (tmp_path / "b" / "mpic-backup.json").unlink()
+    with pytest.raises(BadRequest, match="not a backup"):
+        add(library, tmp_path / "b")
+
+
+def test_a_file_with_other_content_is_not_taken_for_one_of_the_backup(library, tmp_path, clock):
     library.files.add("ann", b"some text", "a.txt")
-    export(library, tmp_path / "e.tar")
+    backup(library.root, tmp_path / "b")
     with Library.open(tmp_path / "other", clock=clock) as other:
         other.caches.create("ann", [CachedText("some text", 0, 9)])
         other.files.add("ann", b"some text", "expired.txt", expires_after=5)
         clock.now += 10
-        assert [r.outcome for r in restore(other, tmp_path / "e.tar")] == ["added"]
+        assert [r.outcome for r in add(other, tmp_path / "b")] == ["added"]
         assert [f.filename for f in other.files.page("ann").files] == ["a.txt"]
 
 
-def test_an_export_is_readable_by_its_owner_only_and_leaves_files_of_others_alone(library, tmp_path):
-    library.files.add("ann", b"some text", "a.txt")
-    (tmp_path / "e.tar.tmp").write_bytes(b"another program's")
-    while_written = set()
-    seen = lambda size: while_written.update(
-        path.stat().st_mode & 0o777 for path in tmp_path.glob(".e.tar.*")
-    )
-    assert export(library, tmp_path / "e.tar", progress=seen) == 1 and while_written == {0o600}
-    assert (tmp_path / "e.tar").stat().st_mode & 0o777 == 0o600
-    assert [path.read_bytes() for path in tmp_path.glob("*.tmp")] == [b"another program's"]
+# Exports of earlier versions
 
 
-def test_an_export_names_a_lost_original_and_leaves_nothing(library, tmp_path):
-    file = library.files.add("ann", b"some text", "a.txt")
-    file.path.unlink()
-    with pytest.raises(CorruptFile, match=file.id):
-        export(library, tmp_path / "e.tar")
-    assert not list(tmp_path.glob("*e.tar*"))
-    library.files.delete("ann", file.id)
+def test_an_export_is_added_also_without_the_fields_of_later_versions(library, tmp_path):
+    entry = ENTRY | {"split": {"mode": "none"}, "press": "snapkv-50"}
+    for number, drop in enumerate(((), ("kind", "split", "press"))):
+        entry = {name: entry[name] for name in entry if name not in drop} | {"handle": f"T{number}"}
+        assert [r.outcome for r in add(library, hostile(tmp_path / "e.tar", entry))] == ["added"]
+    first, second = (library.files.by_handle("ann", f"T{number}") for number in (0, 1))
+    assert (first.split, first.press, second.split, second.press) == ({"mode": "none"}, "snapkv-50", None, "")
+
+
+def test_a_broken_export_is_refused_and_a_damaged_original_in_it_too(library, tmp_path):
+    (tmp_path / "no.tar").write_bytes(b"nonsense" * 100)
+    with pytest.raises(BadRequest, match="not an export"):
+        add(library, tmp_path / "no.tar")
+    [result] = add(library, hostile(tmp_path / "flipped.tar", content=b"sOme text"))
+    assert (result.outcome, result.why) == ("refused", "its content is damaged")
 
 
 @pytest.mark.parametrize("manifest", [b"[]", b"1", b'{"format": 1}\n[1]', b'{"format": 1}\n"file"', b"\xff"])
@@ -149,28 +154,7 @@ def test_a_manifest_of_another_program_is_refused(manifest, library, tmp_path):
         info.size = len(manifest)
         tar.addfile(info, io.BytesIO(manifest))
     with pytest.raises(BadRequest, match="not an export"):
-        restore(library, tmp_path / "e.tar")
-
-
-def test_an_export_is_durable_and_leaves_nothing_on_failure(open_library, tmp_path):
-    class Watching(FileSystem):
-        synced, failing = [], False
-
-        def sync_folder(self, folder):
-            if self.failing and folder == tmp_path:
-                raise OSError(errno.ENOSPC, "full")
-            self.synced.append((folder, sorted(path.name for path in tmp_path.glob("*.tar*"))))
-            super().sync_folder(folder)
-
-    files = Watching()
-    library = open_library(filesystem=files)
-    library.files.add("ann", b"some text", "a.txt")
-    export(library, tmp_path / "e.tar")
-    assert files.synced[-1] == (tmp_path, ["e.tar"])  # the folder, after the name was given
-    files.failing = True
-    with pytest.raises(StorageFull):
-        export(library, tmp_path / "again.tar")
-    assert [path.name for path in tmp_path.glob("*.tar*")] == ["e.tar"]
+        add(library, tmp_path / "e.tar")
 
 
 TEXT = b"some text"
@@ -226,7 +210,7 @@ def test_a_sparse_member_takes_no_memory(library, tmp_path, make):
     tracemalloc.start()
     try:
         with pytest.raises(BadRequest, match="not what an export has"):
-            restore(library, path)
+            add(library, path)
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
         tracemalloc.stop()
@@ -234,7 +218,7 @@ def test_a_sparse_member_takes_no_memory(library, tmp_path, make):
 
 def test_an_original_that_no_upload_may_have_is_refused_before_it_is_read(open_library, tmp_path):
     library = open_library(upload_bytes=1000)
-    [result] = restore(library, hostile(tmp_path / "b.tar", content=b"x" * 1001))
+    [result] = add(library, hostile(tmp_path / "b.tar", content=b"x" * 1001))
     assert (result.outcome, result.code) == ("refused", "too_large")
 
 
@@ -245,7 +229,7 @@ def test_links_devices_and_pipes_are_refused(library, tmp_path, type, to):
         member.type, member.linkname, member.size = type, to, 0
 
     with pytest.raises(BadRequest, match="not what an export has"):
-        restore(library, hostile(tmp_path / "l.tar", change=change))
+        add(library, hostile(tmp_path / "l.tar", change=change))
     assert library.files.page("ann").files == []
 
 
@@ -256,7 +240,7 @@ def test_paths_and_names_that_are_there_twice_are_refused(library, tmp_path, nam
     member = tarfile.TarInfo(name)
     member.size = 5
     with pytest.raises(BadRequest, match="not what an export has"):
-        restore(library, hostile(tmp_path / "p.tar", more=[(member, b"other")]))
+        add(library, hostile(tmp_path / "p.tar", more=[(member, b"other")]))
 
 
 @pytest.mark.parametrize(
@@ -271,7 +255,7 @@ def test_headers_of_pax_change_nothing(library, tmp_path, headers):
         format=tarfile.PAX_FORMAT,
     )
     try:
-        [result] = restore(library, path)
+        [result] = add(library, path)
     except BadRequest:
         return
     assert result.outcome == "refused" or library.files.content("ann", result.id) == TEXT
@@ -284,7 +268,7 @@ def test_a_header_that_says_it_is_huge_is_not_read(library, tmp_path):
         file.write(header.tobuf())
         file.truncate(5 << 30)  # a sparse file on the disk
     with pytest.raises(BadRequest):
-        restore(library, tmp_path / "x.tar")
+        add(library, tmp_path / "x.tar")
 
 
 WRONG = [None, 7, [], {}, "x" * 99, "../../victim", float("nan"), 1e300, True, "@shared", "\ud800"]
@@ -294,7 +278,7 @@ WRONG = [None, 7, [], {}, "x" * 99, "../../victim", float("nan"), 1e300, True, "
 @pytest.mark.parametrize("name", ENTRY)
 def test_a_field_of_a_wrong_type_is_refused_by_its_name_or_harmless(library, tmp_path, name, value):
     try:
-        [result] = restore(library, hostile(tmp_path / "e.tar", ENTRY | {name: value}))
+        [result] = add(library, hostile(tmp_path / "e.tar", ENTRY | {name: value}))
     except BadRequest as error:
         assert name in error.message or "not an export" in error.message
         return
@@ -312,4 +296,4 @@ def test_a_manifest_of_a_wrong_type_is_refused(library, tmp_path, line):
         member.size = len(line)
         tar.addfile(member, io.BytesIO(line))
     with pytest.raises(BadRequest):
-        restore(library, tmp_path / "m.tar")
+        add(library, tmp_path / "m.tar")

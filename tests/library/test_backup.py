@@ -29,7 +29,7 @@ from mpic.library.caches import CachedText
 from mpic.library.copies import backup as copies
 from mpic.library.copies.backup import backup
 from mpic.library.copies.restore import restore
-from mpic.library.repair.recover import recover
+from mpic.library.rebuild import recover
 from mpic.library.upkeep import check
 from mpic.server.savings import SavingsLedger
 

@@ -1,14 +1,20 @@
 """The catalogue's schema: an old data folder opens and answers."""
 
+import sqlite3
+import tarfile
+from contextlib import closing
+from pathlib import Path
+
 import pytest
 import torch
 from library_tools import downgrade, encoded, make_chunk, read, text_key
 
+from mpic.errors import IntegrityError
 from mpic.library import Library
 from mpic.library.catalog import database
 
 
-@pytest.mark.parametrize("version", range(1, len(database.MIGRATIONS) + 1))
+@pytest.mark.parametrize("version", range(database.FIRST, database.latest() + 1))
 def test_a_data_folder_of_an_earlier_version_opens_and_answers(tmp_path, monkeypatch, version):
     with Library.open(tmp_path) as library:
         text = library.files.add("ann", b"some text", "t.txt", handle="T")
@@ -17,7 +23,7 @@ def test_a_data_folder_of_an_earlier_version_opens_and_answers(tmp_path, monkeyp
     downgrade(tmp_path, version, monkeypatch)
     with Library.open(tmp_path) as library:
         library.check()
-        assert library.catalog.one("PRAGMA user_version")[0] == len(database.MIGRATIONS)
+        assert library.catalog.one("PRAGMA user_version")[0] == database.latest()
         assert not any(library.recovered.values())
         assert library.files.by_handle("ann", "t") == text
         assert library.files.get("ann", image.id) == image and image.metadata == {}
@@ -28,11 +34,11 @@ def test_a_data_folder_of_an_earlier_version_opens_and_answers(tmp_path, monkeyp
         library.check()
 
 
-@pytest.mark.parametrize("version", range(1, len(database.MIGRATIONS)))
+@pytest.mark.parametrize("version", range(database.FIRST, database.latest()))
 def test_every_earlier_version_migrates(tmp_path, monkeypatch, version):
     path = tmp_path / "catalog.sqlite"
     with monkeypatch.context() as old:
-        old.setattr(database, "MIGRATIONS", database.MIGRATIONS[:version])
+        old.setattr(database, "MIGRATIONS", database.MIGRATIONS[: version - database.FIRST + 1])
         database.Catalog(path).close()
     fresh = database.Catalog(tmp_path / "fresh.sqlite")
     migrated = database.Catalog(path)
@@ -40,6 +46,36 @@ def test_every_earlier_version_migrates(tmp_path, monkeypatch, version):
     assert [tuple(r) for r in migrated.read(schema)] == [tuple(r) for r in fresh.read(schema)]
     migrated.close()
     fresh.close()
+
+
+def test_the_catalogue_of_0_1_0_gets_the_schema_of_a_new_one(tmp_path):
+    with tarfile.open(Path(__file__).parents[1] / "upgrade" / "0.1.0.tar.gz") as tar:
+        tar.extract("data/catalog.sqlite", tmp_path, filter="data")
+    catalogues = (
+        database.Catalog(tmp_path / "data" / "catalog.sqlite"),
+        database.Catalog(tmp_path / "new.sqlite"),
+    )
+    asked = """
+        SELECT m.type, m.name, c.name, c.type, c."notnull", c.dflt_value, c.pk
+        FROM sqlite_master AS m LEFT JOIN pragma_table_info(m.name) AS c
+        WHERE m.name NOT LIKE 'sqlite_%' ORDER BY m.name, c.name"""
+    upgraded, new = ([tuple(row) for row in one.read(asked)] for one in catalogues)
+    triggers = [
+        one.read("SELECT sql FROM sqlite_master WHERE type = 'trigger' ORDER BY name") for one in catalogues
+    ]
+    assert upgraded == new and [tuple(row) for row in triggers[0]] == [tuple(row) for row in triggers[1]]
+    for one in catalogues:
+        one.close()
+
+
+def test_a_catalogue_that_is_older_than_0_1_0_is_refused_by_its_version_unchanged(tmp_path):
+    Library.open(tmp_path).close()
+    with closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as db:
+        db.execute("PRAGMA user_version = 6")
+    before = (tmp_path / "catalog.sqlite").read_bytes()
+    with pytest.raises(IntegrityError, match=r"version 6, older than 0\.1\.0"):
+        Library.open(tmp_path)
+    assert (tmp_path / "catalog.sqlite").read_bytes() == before
 
 
 ASKED_OFTEN = {

@@ -30,12 +30,14 @@ from mpic.errors import (
     StorageFull,
     Unavailable,
 )
-from mpic.keys import KeyStore
 from mpic.kv.file import ChunkFile
 from mpic.library import SHARED, Library
 from mpic.library.caches import CachedText
-from mpic.library.folder.inspection import MARKER
-from mpic.library.repair.recover import recover
+from mpic.library.folder.layout import sidecar_of
+from mpic.library.folder.lock import MARKER
+from mpic.library.folder.sidecars import Sidecar
+from mpic.library.rebuild import recover
+from mpic.library.reconcile import REPLACED, WITHOUT_HANDLE
 from mpic.library.upkeep import check
 
 FOUND_OUT = {"tokens", "state", "error", "path"}
@@ -295,32 +297,39 @@ def test_the_file_that_has_not_expired_keeps_the_handle_of_two(tmp_path, clock):
     assert recover(tmp_path, clock=clock).troubles == []
     with Library.open(tmp_path, clock=clock) as library:
         assert library.files.by_handle("ann", "H").id == new.id
+        assert check(library) == []  # the sidecar of the old one does not claim the handle any more
         assert [removed.file.id for removed in library.files.collect_expired()] == [old.id]
 
 
-# Originals of versions that wrote no sidecars
+def test_a_recovery_says_which_file_an_interrupted_upload_replaces(tmp_path, clock):
+    with Library.open(tmp_path, clock=clock) as library:
+        old = library.files.add("ann", b"old", "o.txt", "H")
+        clock.now += 1
+        new = library.files.add("ann", b"new", "n.txt")
+        path = sidecar_of(new.path)
+        record = Sidecar.read(path).record
+        path.write_bytes(Sidecar("file", record | {"handle": "H"}, replaces=old.id).encode())
+    lose_catalogue(tmp_path)
+    for dry_run in (True, False):
+        done = recover(tmp_path, dry_run=dry_run, clock=clock)
+        assert done.troubles == [(old.id, REPLACED)]
+    assert Sidecar.read(sidecar_of(old.path)).record["handle"] is None
+    with Library.open(tmp_path, clock=clock) as library:
+        assert library.files.by_handle("ann", "H").id == new.id and check(library) == []
 
 
-def test_originals_without_sidecars_come_back_under_their_ids_on_request(root, before, clock):
-    keys = KeyStore(root)
-    keys.create("bob")
-    keys.close()
-    for path in root.glob("files/*/*.json"):
-        path.unlink()
-    strange = root / "files" / ("0" * 64) / f"file-{'x' * 24}"
-    strange.parent.mkdir()
-    strange.write_bytes(b"whose is it?")
-    done = recover(root, dry_run=True, clock=clock)
-    assert done.counts["files"] == 0 and len(done.troubles) == 7
-    done = recover(root, without_sidecars=True, clock=clock)
-    unclear = {strange, *root.glob("files/*/cache-*")}
-    assert {trouble.path for trouble in done.troubles} == {str(path.relative_to(root)) for path in unclear}
-    with Library.open(root, clock=clock) as library:
-        ann, bob = library.files.page("ann").files, library.files.page("bob").files
-        assert {library.files.content("ann", file.id) for file in ann} == {b"some text", b"another"}
-        assert [(file.kind, file.handle) for file in bob] == [("image", None)]
-        assert library.references.text(library.references.get("ref_1")) == "new"
-        assert library.recovered["orphans"] == 3
+def test_a_recovery_rewrites_the_sidecar_of_a_file_without_its_handle(tmp_path, clock):
+    with Library.open(tmp_path, clock=clock) as library:
+        library.files.add("ann", b"old", "o.txt", "H")
+        clock.now += 1
+        new = library.files.add("ann", b"new", "n.txt")
+        path = sidecar_of(new.path)
+        record = Sidecar.read(path).record
+        path.write_bytes(Sidecar("file", record | {"handle": "H"}).encode())
+    lose_catalogue(tmp_path)
+    assert recover(tmp_path, clock=clock).troubles == [(new.id, WITHOUT_HANDLE)]
+    with Library.open(tmp_path, clock=clock) as library:
+        assert check(library) == []
 
 
 def test_a_disk_that_does_not_give_a_page_is_not_a_damaged_catalogue(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from mpic.errors import CorruptFile, HandleTaken, StorageFull, StorageQuotaExcee
 from mpic.library import Library
 from mpic.library.caches import CachedText
 from mpic.library.folder.sidecars import Sidecar
-from mpic.library.repair.recover import recover
+from mpic.library.rebuild import recover
 
 
 def sidecars(library):
@@ -252,7 +252,6 @@ def test_a_sidecar_that_cannot_be_put_back_is_removed_and_the_next_start_writes_
     assert not sidecars(library)
     library.close()
     library = open_library()
-    library.finish_sidecars()
     assert agree(library) == 1
 
 
@@ -294,7 +293,6 @@ def test_writing_missing_sidecars_continues_after_a_crash(tmp_path):
     library.close()
     assert 0 < len(expected & {name for name in everything(tmp_path, sidecars=True)}) < 6
     with Library.open(tmp_path) as library:
-        library.finish_sidecars()
         assert agree(library) == 6 and not library.recovered["orphans"]
         assert library.store.missing_reason(text_key()) == "new"
 
@@ -471,6 +469,5 @@ def test_a_folder_in_place_of_a_missing_sidecar_does_not_keep_the_others_from_th
         file.path.with_name(f"{file.id}.json").unlink()
     files[0].path.with_name(f"{files[0].id}.json").mkdir()
     with Library.open(tmp_path) as library:
-        library.finish_sidecars()
         assert [file.path.with_name(f"{file.id}.json").is_file() for file in files] == [False, True, True]
         assert files[0].id in caplog.text

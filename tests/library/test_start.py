@@ -5,25 +5,37 @@ import os
 import re
 import shutil
 import sqlite3
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
 from library_tools import Clock, everything, kill, lose_catalogue, make_chunk, text_key
 
 from mpic.errors import (
+    CorruptFile,
     DatabaseBusy,
     DatabaseDamaged,
     DatabaseFailed,
     IntegrityError,
     LibraryGone,
+    LinkedFolder,
     ReferenceNotFound,
     StorageFull,
 )
 from mpic.library import Library, Limits
 from mpic.library.caches import CachedText
 from mpic.library.catalog.database import Catalog
-from mpic.library.folder.inspection import MARKER
-from mpic.library.upkeep import check, collect
+from mpic.library.folder.layout import sidecar_of
+from mpic.library.folder.lock import MARKER
+from mpic.library.folder.sidecars import Sidecar
+from mpic.library.rebuild import recover
+from mpic.library.reconcile import Adoption
+from mpic.library.upkeep import check, collect, garbage
+
+
+def garbage_beside(root):
+    with Library.open_read_only(root) as library:
+        garbage(library)
 
 
 def catalogue(root):
@@ -201,6 +213,44 @@ def test_an_adopted_file_does_not_take_the_handle_of_another(root, clock):
         assert library.files.content("ann", late.id) == b"late"
 
 
+@pytest.mark.parametrize("why", ["expired", "lost"])
+def test_a_file_that_gives_its_handle_to_an_adopted_one_does_not_claim_it_in_its_sidecar(root, clock, why):
+    with Library.open(root, clock=clock) as library:
+        old = library.files.add("ann", b"old", "o.txt", "H", expires_after=5)
+        clock.now += 1
+        new = library.files.add("ann", b"new", "n.txt")
+        sidecar_of(new.path).write_bytes(
+            Sidecar("file", Sidecar.read(sidecar_of(new.path)).record | {"handle": "h"}).encode()
+        )
+    forget(root, f"id = '{new.id}'")
+    if why == "lost":
+        old.path.unlink()
+    else:
+        clock.now += 10
+    with Library.open(root, clock=clock) as library:
+        assert library.files.by_handle("ann", "H").id == new.id
+        assert Sidecar.read(sidecar_of(old.path)).record["handle"] is None
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+def test_a_sidecar_that_does_not_fit_leaves_no_trace_of_its_adoption(root, clock, replaces):
+    with Library.open(root, clock=clock) as library:
+        old = library.files.by_handle("ann", "H0")
+        sidecar = Sidecar.read(sidecar_of(library.files.by_handle("ann", "H1").path))
+        record = sidecar.record | {"id": "file-" + "n" * 24, "handle": "H0"}
+        with library.catalog.write() as db:
+            db.execute(
+                "CREATE TRIGGER no BEFORE INSERT ON files WHEN new.id = 'file-nnnnnnnnnnnnnnnnnnnnnnnn' "
+                "BEGIN SELECT RAISE(ABORT, 'does not fit'); END"
+            )
+            adoption = Adoption(db, library.catalog, clock.now)
+            with pytest.raises(CorruptFile, match="does not fit"):
+                sidecar = Sidecar("file", record, replaces=old.id if replaces else "")
+                adoption.take(f"files/x/{record['id']}.json", sidecar, lambda path, row: None)
+            assert adoption.notes == []
+        assert library.files.by_handle("ann", "H0") == old
+
+
 def test_originals_that_are_back_are_no_longer_lost_and_chunks_no_longer_missing(root, clock):
     for folder in ("files", "kv"):  # a disk that is not mounted
         (root / folder).rename(root.parent / folder)
@@ -365,6 +415,29 @@ def test_a_sidecar_that_was_tampered_with_is_not_adopted(root, clock):
     with Library.open(root, clock=clock) as library:
         assert library.recovered["adopted_files"] == 0 and library.recovered["orphans"] == 2
         assert library.files.page("bob").files == []
+
+
+# Links in the place of folders
+
+
+USES = {"start": Library.open, "recover": partial(recover, force=True), "gc --dry-run": garbage_beside}
+
+
+@pytest.mark.parametrize("what", ["files/*", "files/*/file-*[!n]", "kv/*", "kv/*/*"])
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_a_link_to_a_folder_or_an_original_is_refused_by_name_and_loses_nothing(root, tmp_path, what, use):
+    path = min(path for path in root.glob(what) if not path.name.endswith(".json"))
+    moved = path.rename(tmp_path / "other disk")
+    path.symlink_to(moved)
+    before = contents(root)
+    with pytest.raises(LinkedFolder, match=f"{path} is a symbolic link"):
+        use(root)
+    assert contents(root) == before
+    path.unlink()
+    moved.rename(path)
+    with Library.open(root) as library:
+        assert not any(library.recovered.values()) and check(library) == []
+        assert library.files.by_handle("ann", "H0").state != "failed"
 
 
 FOREIGN = ["files/report.doc", "tmp/left.tmp", "tmp/x", "kv/a/b", "notes.txt", "quarantine/mine@1"]

@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import json
 import logging
-import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
-from sqlite3 import Row
+from sqlite3 import Connection, Row
 from typing import Any
 
 from mpic.database import PATIENCE, translated
 from mpic.durable import FileSystem
-from mpic.errors import DatabaseBusy, IntegrityError, Unavailable
+from mpic.errors import CorruptFile, DatabaseBusy, IntegrityError, Unavailable
 from mpic.file_status import status_of
-from mpic.library.catalog.migrations import MIGRATIONS
+from mpic.kv.chunk import ChunkKey
+from mpic.library.catalog.migrations import FIRST, MIGRATIONS
 from mpic.library.folder.layout import CACHE_SIDECAR, SIDECAR, path_of_row
+from mpic.library.records import File, Reference
 
 IDLE_READERS = 8
 """Connections kept for the next reader; after a burst of readers the others are closed."""
@@ -81,13 +82,13 @@ class Catalog:
         if read_only and not path.is_file():
             raise Unavailable(f"there is no library in {path.parent}")
         self._lock = threading.RLock()
-        self._idle: list[sqlite3.Connection] = []  # idle connections of readers
-        self._undone: list[Callable[[sqlite3.Connection], None]] = []  # see if_undone
+        self._idle: list[Connection] = []  # idle connections of readers
+        self._undone: list[Callable[[Connection], None]] = []  # see if_undone
         with translated(NAME, ADVICE):
             self._writer = self._connect(create=not read_only)
             if read_only:
                 self._writer.execute("PRAGMA query_only = ON")
-                if self._version() < len(MIGRATIONS):
+                if self._version() < latest():
                     raise Unavailable(
                         f"{path} was written by an older program: start the server once, it migrates"
                     )
@@ -95,7 +96,7 @@ class Catalog:
                 self._writer.execute("PRAGMA journal_mode = WAL")
         self._migrate()
 
-    def read(self, sql: str, *values: Any, **named: Any) -> list[sqlite3.Row]:
+    def read(self, sql: str, *values: Any, **named: Any) -> list[Row]:
         """Returns the rows of a query (placeholders positional or named) as of the last commit. It never waits for the
         writer.
 
@@ -120,13 +121,13 @@ class Catalog:
         with translated(NAME, ADVICE), closing(self._reader()) as db:
             db.execute("SELECT 1 FROM files LIMIT 1").fetchone()
 
-    def one(self, sql: str, *values: Any) -> sqlite3.Row | None:
+    def one(self, sql: str, *values: Any) -> Row | None:
         """Returns the first row of a query, or None."""
         rows = self.read(sql, *values)
         return rows[0] if rows else None
 
     @contextmanager
-    def write(self) -> Iterator[sqlite3.Connection]:
+    def write(self) -> Iterator[Connection]:
         """Runs a transaction, which is committed and durable when the block ends, and undone when it raises.
 
         Raises:
@@ -156,7 +157,7 @@ class Catalog:
             self._undone.clear()
             self._lock.release()
 
-    def if_undone(self, action: Callable[[sqlite3.Connection], None]) -> None:
+    def if_undone(self, action: Callable[[Connection], None]) -> None:
         """Registers, within a transaction, what to do if it is undone, for what a rollback does not reach.
 
         Args:
@@ -165,11 +166,11 @@ class Catalog:
         """
         self._undone.append(action)
 
-    def add_user(self, db: sqlite3.Connection, user: str, now: float) -> None:
+    def add_user(self, db: Connection, user: str, now: float) -> None:
         """Ensures, within a transaction, that a user has a row."""
         db.execute("INSERT OR IGNORE INTO users (id, created_at) VALUES (?, ?)", (user, now))
 
-    def add_tombstones(self, db: sqlite3.Connection, paths: Iterable[str], now: float) -> None:
+    def add_tombstones(self, db: Connection, paths: Iterable[str], now: float) -> None:
         """Remembers, within the transaction that deletes the rows of these files, that they were deleted."""
         db.executemany("INSERT OR REPLACE INTO deleted VALUES (?, ?)", [(path, now) for path in paths])
 
@@ -289,7 +290,7 @@ class Catalog:
         self._writer.execute(f"PRAGMA busy_timeout = {left}")
         self._writer.execute("BEGIN IMMEDIATE")
 
-    def _reader(self) -> sqlite3.Connection:
+    def _reader(self) -> Connection:
         db = self._connect()
         try:
             db.execute("PRAGMA query_only = ON")
@@ -299,9 +300,9 @@ class Catalog:
             raise
         return db
 
-    def _connect(self, create: bool = False) -> sqlite3.Connection:
+    def _connect(self, create: bool = False) -> Connection:
         db = self._filesystem.database(self.path, create)
-        db.row_factory = sqlite3.Row
+        db.row_factory = Row
         db.execute("PRAGMA synchronous = FULL")
         db.execute("PRAGMA foreign_keys = ON")
         return db
@@ -311,11 +312,79 @@ class Catalog:
 
     def _migrate(self) -> None:
         done = self._version()
-        if done > len(MIGRATIONS):
+        if done > latest():
             raise IntegrityError(
-                f"{self.path} has version {done}, this program knows {len(MIGRATIONS)}: it was written by a newer one"
+                f"{self.path} has version {done}, this program knows {latest()}: it was written by a newer one"
             )
-        for number, step in enumerate(MIGRATIONS[done:], start=done + 1):
-            with self.write() as db:
-                step(db)
-                db.execute(f"PRAGMA user_version = {number}")
+        if 0 < done < FIRST:
+            raise IntegrityError(
+                f"{self.path} has version {done}, older than 0.1.0, whose catalogues have {FIRST}: open it once with "
+                "MPIC 0.1.0, which brings it up to date"
+            )
+        for number, step in enumerate(MIGRATIONS, start=FIRST):
+            if number > done:
+                with self.write() as db:
+                    step(db)
+                    db.execute(f"PRAGMA user_version = {number}")
+
+
+def latest() -> int:
+    """Returns the version of the catalogues that this program writes."""
+    return FIRST + len(MIGRATIONS) - 1
+
+
+def to_row(record: File | Reference, root: Path) -> dict[str, Any]:
+    """Returns the columns of a record: the digest in place of the key, the path relative to the library's root,
+    metadata as JSON."""
+    values = {name: value for name, value in vars(record).items() if name != "key"}
+    if values.get("split") is not None:
+        values["split"] = json.dumps(values["split"], sort_keys=True)
+    return values | {
+        "digest": record.key.digest,
+        "path": relative_path(record, root),
+        "metadata": json.dumps(record.metadata, sort_keys=True),
+    }
+
+
+def from_row(row: Mapping[str, Any], root: Path) -> dict[str, Any]:
+    """Returns the fields of the record that a row holds; the inverse of ``to_row``. Raises CorruptFile: no library
+    gives such an id."""
+    values = dict(row)
+    values.pop("seq", None)
+    path = path_of_row("files" if "owner" in values else "refs", values)
+    if path is None:
+        raise CorruptFile(f"the row of {str(values['id'])[:100]!r} is not one that this program writes")
+    values["key"] = ChunkKey(values["kind"], values.pop("digest"))
+    values["path"] = root / path
+    values["metadata"] = json.loads(values["metadata"])
+    if values.get("split") is not None:
+        values["split"] = json.loads(values["split"])
+    values["pinned"] = bool(values.get("pinned", False))
+    return values
+
+
+def relative_path(record: File | Reference, root: Path) -> str:
+    """Returns the path of an original as the catalogue holds it."""
+    return str(record.path.relative_to(root))
+
+
+def insert_row(db: Connection, table: str, values: Mapping[str, Any]) -> None:
+    """Inserts one row, given by column."""
+    columns, placeholders = ", ".join(values), ", ".join(f":{name}" for name in values)
+    db.execute(f"INSERT INTO {table} ({columns}) VALUES ({placeholders})", dict(values))
+
+
+def update_row(db: Connection, table: str, values: Mapping[str, Any]) -> None:
+    """Updates the row of the same ``id`` with these values, given by column."""
+    changes = ", ".join(f"{column} = :{column}" for column in values)
+    db.execute(f"UPDATE {table} SET {changes} WHERE id = :id", dict(values))
+
+
+def page_of(table: str, order: str, where: str) -> str:
+    """Returns the query of a page of a listing by age, after the row with the id ``:after`` if that is not None, of at
+    most ``:limit`` rows; ``order`` is ``asc`` or ``desc``."""
+    beyond = ">" if order == "asc" else "<"
+    return f"""
+        SELECT * FROM {table} WHERE {where}
+        AND (:after IS NULL OR seq {beyond} (SELECT seq FROM {table} WHERE id = :after))
+        ORDER BY seq {"ASC" if order == "asc" else "DESC"} LIMIT :limit"""

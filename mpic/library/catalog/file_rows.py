@@ -12,8 +12,7 @@ from mpic.errors import HandleTaken
 from mpic.handles import canonical
 from mpic.keys import KeyLimits
 from mpic.kv.chunk import ChunkKey
-from mpic.library.catalog.columns import from_row, insert_row, page_of, relative_path, to_row
-from mpic.library.catalog.database import Catalog
+from mpic.library.catalog.database import Catalog, from_row, insert_row, page_of, relative_path, to_row
 from mpic.library.catalog.quotas import NO_KEY, check_originals
 from mpic.library.folder.sidecars import Sidecars
 from mpic.library.limits import Limits

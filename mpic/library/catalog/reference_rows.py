@@ -10,8 +10,15 @@ from sqlite3 import Connection, Row
 
 from mpic.errors import ReferenceExists
 from mpic.kv.chunk import ChunkKey
-from mpic.library.catalog.columns import from_row, insert_row, page_of, relative_path, to_row, update_row
-from mpic.library.catalog.database import Catalog
+from mpic.library.catalog.database import (
+    Catalog,
+    from_row,
+    insert_row,
+    page_of,
+    relative_path,
+    to_row,
+    update_row,
+)
 from mpic.library.folder.sidecars import Sidecar, Sidecars
 from mpic.library.records import Reference, State
 

@@ -1,1 +1,1 @@
-"""Copies of libraries: backup and restore, archives, bulk import of references."""
+"""Copies of libraries: one format of backups, and what reads them; bulk import of references; gifts to other users."""

@@ -1,10 +1,10 @@
-"""Copies a whole library, also while a server runs; ``restore.py`` turns a copy into a library again.
+"""Copies a library or what one user has in it, also while a server runs; ``restore.py`` reads the copy.
 
 A backup is a folder with ``mpic-backup.json``, a snapshot of the catalogue, the originals and sidecars that the
-snapshot lists, the key store, the savings ledger and, on request, the compiled chunks. Its manifest says ``incomplete``
-until everything else is durable, so that an interrupted backup is recognised. Files of a library are never changed in
-place. If the backup lies on the same file system they are therefore hard links: no bytes are copied, and deleting one
-side leaves the other.
+snapshot lists, the key store, the savings ledger and, on request, the compiled chunks; that of one user has no other
+user's rows and files, no references, keys or savings. The manifest says ``incomplete`` until everything else is
+durable, so that an interrupted backup is recognised. Files of a library are never changed in place. If the backup lies
+on the same file system they are therefore hard links: no bytes are copied, and deleting one side leaves the other.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from mpic.durable import FileSystem, storage_error, write_durably
 from mpic.errors import BadRequest, DatabaseBusy, DatabaseDamaged, DatabaseFailed, Unavailable
 from mpic.keys import any_keys, mark_keys
 from mpic.library.catalog.database import NAME, Catalog
-from mpic.library.folder.inspection import BACKUP, Marker
 from mpic.library.folder.layout import CATALOG, sidecar_of
+from mpic.library.folder.lock import BACKUP, Marker
 from mpic.library.folder.sidecars import Sidecars
 
 KEYS = "keys.sqlite"
@@ -96,6 +96,7 @@ def backup(
     target: Path,
     chunks: bool = False,
     link: bool = True,
+    user: str | None = None,
     progress: Progress = lambda done: None,
 ) -> Copied:
     """Copies a library, also while a server has it open.
@@ -104,6 +105,7 @@ def backup(
         target: a new or an empty folder.
         chunks: copy compiled chunks too; without them they are compiled again.
         link: make hard links where possible; False copies every byte and verifies it.
+        user: copy only what this user has.
         progress: called with the bytes of each original that was linked or copied.
 
     Raises:
@@ -130,11 +132,14 @@ def backup(
         manifest.write(filesystem, target)
         with closing(Catalog(root / CATALOG, filesystem, read_only=True)) as live:
             live.settle_paths()  # files are copied from and to the paths in it
-            work = _Backup(root, target, filesystem, live, link, progress)
+            work = _Backup(root, target, filesystem, live, link, user, progress)
             work.originals()
             work.chunks(chunks)
-        work.keys()
-        work.savings()
+        if user is None:
+            work.keys()
+            work.savings()
+        if any_keys(root):
+            mark_keys(target)
         work.finish()
     except OSError as error:
         raise storage_error(error, target / CATALOG) from error
@@ -144,10 +149,17 @@ def backup(
 
 class _Backup:
     def __init__(
-        self, root: Path, target: Path, filesystem: FileSystem, live: Catalog, link: bool, progress: Progress
+        self,
+        root: Path,
+        target: Path,
+        filesystem: FileSystem,
+        live: Catalog,
+        link: bool,
+        user: str | None,
+        progress: Progress,
     ) -> None:
         self._root, self._target, self._filesystem = root, target, filesystem
-        self._live, self._link, self._progress = live, link, progress
+        self._live, self._link, self._user, self._progress = live, link, user, progress
         self._folders: set[Path] = set()
         self.done = Copied()
 
@@ -157,6 +169,8 @@ class _Backup:
         copied: set[str] = set()
         for _ in range(ROUNDS):
             snapshot(self._root / CATALOG, self._target / CATALOG)
+            if self._user is not None:
+                self._leave_others_out(self._user)
             wanted = self._wanted()
             gone = [
                 path for path, row in wanted.items() if path not in copied and not self._original(path, row)
@@ -171,6 +185,16 @@ class _Backup:
             self._filesystem.remove(self._target / path)
             self._filesystem.remove(sidecar_of(self._target / path))
         self._sidecars()
+
+    def _leave_others_out(self, user: str) -> None:
+        with self._snapshot() as db:
+            db.execute("PRAGMA foreign_keys = ON")  # deletes chunks of caches and pieces with their files
+            for column, tables in (("owner", ("chunks", "files", "caches")), ("id", ("users",))):
+                for table in tables:
+                    db.execute(f"DELETE FROM {table} WHERE {column} != ?", (user,))
+            for table in ("refs", "retired_refs", "vectors", "deleted", "usage WHERE count = 0"):
+                db.execute(f"DELETE FROM {table}")
+            db.execute("VACUUM")  # or its free pages would still hold the rows of others
 
     def _wanted(self) -> dict[str, sqlite3.Row]:
         sql = "SELECT path, bytes, sha256 FROM {}"
@@ -224,8 +248,6 @@ class _Backup:
             snapshot(self._root / KEYS, self._target / KEYS)
             with closing(sqlite3.connect(self._target / KEYS)) as db:
                 self.done.counts["keys"] = db.execute("SELECT COUNT(*) FROM keys").fetchone()[0]
-        if any_keys(self._root):
-            mark_keys(self._target)
 
     def savings(self) -> None:
         """Copies the savings ledger, if there is one. One that cannot be read is noted and left out, because everything
@@ -276,12 +298,15 @@ class _Backup:
         return closing(db)
 
 
-def size_of(folder: Path) -> int:
-    """Returns the bytes of the originals that the catalogue of a library or of a backup lists."""
+def size_of(folder: Path, user: str | None = None) -> int:
+    """Returns the bytes of the originals that the catalogue of a library or of a backup lists, or of those of a
+    user."""
     uri = f"{(Path(folder) / CATALOG).absolute().as_uri()}?mode=ro"
-    sql = "SELECT (SELECT COALESCE(SUM(bytes), 0) FROM files) + (SELECT COALESCE(SUM(bytes), 0) FROM refs)"
+    sql = """
+        SELECT (SELECT COALESCE(SUM(bytes), 0) FROM files WHERE :user IS NULL OR owner = :user)
+             + (SELECT COALESCE(SUM(bytes), 0) FROM refs WHERE :user IS NULL)"""
     with translated(NAME), closing(sqlite3.connect(uri, uri=True, timeout=PATIENCE)) as db:
-        return db.execute(sql).fetchone()[0]
+        return db.execute(sql, {"user": user}).fetchone()[0]
 
 
 def snapshot(source: Path, target: Path) -> None:

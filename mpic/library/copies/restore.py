@@ -1,22 +1,60 @@
-"""Turns a backup (``backup.py``) into a library in a new folder."""
+"""Reads copies of libraries: ``restore`` turns a backup (``backup.py``) into a library in a new folder, and ``add``
+puts its uploads and references into a library that is there already. ``add`` also reads the tar files of ``mpic library
+export``, which earlier versions wrote: ``manifest.jsonl``, one line for each file or reference, and the originals under
+their hash.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import io
 import os
+import re
 import sqlite3
+import tarfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
+from types import NoneType
+from typing import Any, BinaryIO, NamedTuple
 
+from mpic import bounded_json
 from mpic.durable import FileSystem, storage_error
-from mpic.errors import IntegrityError
+from mpic.errors import BadRequest, CorruptFile, IntegrityError, MPICError, TooLarge
 from mpic.file_status import is_own_file
-from mpic.keys import NEEDED
+from mpic.keys import NAME, NEEDED
 from mpic.library.copies.backup import KEYS, SAVINGS, Copied, Manifest, Progress, copy_file
-from mpic.library.folder.inspection import inspect_catalog
-from mpic.library.folder.layout import CATALOG
-from mpic.library.folder.lock import FolderLock
+from mpic.library.copies.bulk_import import ImportItem, ImportResult, LibraryTarget, import_one, run_import
+from mpic.library.folder.layout import CATALOG, SIDECAR, scan
+from mpic.library.folder.lock import FolderLock, inspect_catalog
+from mpic.library.intake.decode import NO_CLIPS
+from mpic.library.library import Library
+from mpic.library.reconcile import read_sidecars
+
+FORMAT = 1
+MANIFEST = "manifest.jsonl"
+ORIGINAL = re.compile(r"originals/[0-9a-f]{64}")
+LATEST = 253_402_300_800
+"""The year 10000, in seconds since the epoch."""
+LONGEST_LINE = 1 << 20
+LONGEST_READ = 4 << 20
+"""Bytes that are read at a time."""
+BOUNDS = bounded_json.Bounds(values=1 << 12, depth=16)
+ENTRY_FIELDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("what", "id", "filename", "sha256"), (str,)),
+    "metadata": (dict,),
+    "pinned": (bool, int),
+}
+FILE_FIELDS = ENTRY_FIELDS | {
+    "owner": (str,),
+    "expires_at": (int, float, NoneType),
+    **dict.fromkeys(("handle", "kind", "press"), (str, NoneType)),
+    "split": (dict, NoneType),
+}
+REFERENCE_FIELDS = ENTRY_FIELDS | dict.fromkeys(("title", "description"), (str,))
+"""The fields of an entry of a tar file that are read, with their types."""
 
 
 def restore(source: Path, root: Path, progress: Progress = lambda done: None) -> Copied:
@@ -83,3 +121,185 @@ def _walk(source: Path) -> Iterator[str]:
             for path in (Path(parent, name) for name in names):
                 if is_own_file(path):
                     yield str(path.relative_to(source))
+
+
+class Entry(NamedTuple):
+    """An upload or a reference in a copy.
+
+    Args:
+        record: what its sidecar says; that of an upload has an ``owner``.
+        bytes: of its original.
+        read: returns the original, which need not be what was uploaded. Raises OSError.
+    """
+
+    record: dict[str, Any]
+    bytes: int
+    read: Callable[[], bytes]
+
+
+def add(
+    library: Library, source: Path, progress: Callable[[ImportResult], None] = lambda result: None
+) -> list[ImportResult]:
+    """Puts the uploads and references of a copy into a library; files get new ids, and explicit caches are left out. It
+    can be run again: a file is left out if its owner has one of the same content and handle, a reference if it is
+    unchanged. A reference that differs is replaced.
+
+    Args:
+        source: a backup, or a tar file of ``mpic library export``.
+
+    Raises:
+        BadRequest: it is neither, or damaged.
+        LinkedFolder: there is a symbolic link in the place of a folder or an original of a backup.
+        StorageFull: nothing more can be stored; run it again when there is space.
+    """
+    results = []
+    try:
+        for entry in _of_backup(source) if source.is_dir() else _of_tar(source):
+            results.append(entry if isinstance(entry, ImportResult) else _add(library, entry))
+            progress(results[-1])
+    except (tarfile.TarError, KeyError, ValueError) as error:
+        raise BadRequest(
+            f"{source} is not an export or a backup of this program, or is damaged ({error})"
+        ) from error
+    return results
+
+
+def _of_backup(source: Path) -> Iterator[Entry | ImportResult]:
+    Manifest.read(source)
+    found, why = scan(source), {}
+    sidecars = read_sidecars(source, found.sidecars, lambda path, error: why.update({path: str(error)}))
+    originals = {path for path in found.originals if "/cache-" not in path}
+    for name, sidecar in sidecars:
+        path = source / name.removesuffix(SIDECAR)
+        if name.removesuffix(SIDECAR) in originals:
+            yield Entry(sidecar.record, path.stat().st_size, path.read_bytes)
+        else:
+            yield ImportResult(
+                name, "refused", sidecar.record["id"], "its original is lost", CorruptFile.code
+            )
+    for name in sorted(originals - {name.removesuffix(SIDECAR) for name, _ in sidecars}):
+        reason = why.get(name + SIDECAR, "no sidecar describes it")
+        yield ImportResult(name, "refused", name.rpartition("/")[2], reason, CorruptFile.code)
+
+
+def _of_tar(source: Path) -> Iterator[Entry]:
+    with source.open("rb") as stream, tarfile.open(fileobj=_Bounded(stream), mode="r:") as tar:
+        members = _members(tar)
+        lines = tar.extractfile(members[MANIFEST])
+        assert lines is not None  # it is a file
+        if _object(lines.readline(LONGEST_LINE)).get("format") != FORMAT:
+            raise BadRequest(f"{source} is an export of another version")
+        while line := lines.readline(LONGEST_LINE):
+            entry = _entry(line)
+            member = members[f"originals/{entry['sha256']}"]
+            yield Entry(entry, member.size, partial(_content, tar, member))
+
+
+class _Bounded(io.RawIOBase):
+    """A stream of which nobody reads more than an original at a time: what a header of tar declares is read at once."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.seek, self.tell = stream.seek, stream.tell  # type: ignore[method-assign]
+
+    def read(self, size: int = -1, /) -> bytes:
+        if not 0 <= size <= LONGEST_READ:
+            raise tarfile.ReadError(f"{size} bytes at a time")
+        return self._stream.read(size)
+
+
+def _members(tar: tarfile.TarFile) -> dict[str, tarfile.TarInfo]:
+    """Returns the members of an export by their names.
+
+    Raises:
+        ValueError: it has what no export has, such as a link, a device, a sparse file (whose few bytes stand for any
+            number), another path, or a name twice.
+    """
+    found: dict[str, tarfile.TarInfo] = {}
+    for member in tar:
+        known = member.name == MANIFEST or ORIGINAL.fullmatch(member.name)
+        plain = member.isreg() and not member.issparse() and member.size >= 0
+        if not (known and plain) or member.name in found:
+            raise ValueError(f"{member.name[:100]!r} is not what an export has, or is there twice")
+        found[member.name] = member
+    return found
+
+
+def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    stream = tar.extractfile(member)
+    assert stream is not None  # it is a file
+    return b"".join(iter(partial(stream.read, LONGEST_READ // 4), b""))
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    """Parses a line of the manifest. Raises ValueError."""
+    value = bounded_json.read(line, BOUNDS)
+    if not isinstance(value, dict):
+        raise ValueError("a line of its manifest is not an object")
+    return value
+
+
+def _entry(line: bytes) -> dict[str, Any]:
+    """Parses the line of a file or a reference, and checks the types of its fields. Raises ValueError."""
+    entry = _object(line)
+    types = REFERENCE_FIELDS if entry.get("what") == "reference" else FILE_FIELDS
+    for name, kinds in types.items():
+        if type(entry.get(name)) not in kinds:
+            raise ValueError(f"{name} of a line of its manifest is missing or of a wrong type")
+    if not 0 <= (entry.get("expires_at") or 0) < LATEST:
+        raise ValueError("expires_at of a line of its manifest is no time")
+    return {
+        name: entry.get(name) for name in types
+    }  # exports of earlier versions say neither split nor press
+
+
+def _add(library: Library, entry: Entry) -> ImportResult:
+    record, most = entry.record, library.limits.upload_bytes
+    where = "/".join(record[name] for name in ("owner", "id") if name in record)
+    refused = partial(ImportResult, where, "refused", record["id"])
+    if not NAME.fullmatch(record.get("owner", "local")):
+        return refused(f"no user is called {record['owner'][:100]!r}", BadRequest.code)
+    if entry.bytes > most:
+        return refused(f"it is larger than {most} bytes", TooLarge.code)
+    try:
+        data = entry.read()
+        if hashlib.sha256(data).hexdigest() != record["sha256"]:
+            return refused("its content is damaged", CorruptFile.code)
+        return (_add_file if "owner" in record else _add_reference)(library, record, data, where)
+    except OSError as error:
+        return refused(f"it cannot be read ({error.strerror})", CorruptFile.code)
+    except MPICError as error:
+        if error.status >= 500:
+            raise
+        return refused(error.message, error.code)
+
+
+def _add_file(library: Library, record: dict[str, Any], data: bytes, where: str) -> ImportResult:
+    now = library.clock()
+    life = None if record["expires_at"] is None else int(record["expires_at"] - now)
+    if life is not None and life <= 0:
+        return ImportResult(where, "refused", record["id"], "it has expired", "expired")
+    same = library.catalog.one(
+        "SELECT id FROM files WHERE owner = ? AND sha256 = ? AND handle IS ? "
+        "AND (expires_at IS NULL OR expires_at > ?) AND id NOT IN (SELECT id FROM cache_chunks)",
+        *(record[name] for name in ("owner", "sha256", "handle")),
+        now,
+    )
+    if same is not None:
+        return ImportResult(where, "unchanged", same["id"])
+    # no engine is here to tell whether it takes clips: what was one stays one
+    library.files.no_clips = None if record["kind"] == "video" else NO_CLIPS
+    words = {name: record[name] for name in ("filename", "handle", "metadata", "split")}
+    press = record["press"] or None
+    file = library.files.add(record["owner"], data, expires_after=life, press=press, **words)
+    if record["pinned"]:
+        library.files.pin(record["owner"], file.id)
+    return ImportResult(where, "added", file.id)
+
+
+def _add_reference(library: Library, record: dict[str, Any], data: bytes, where: str) -> ImportResult:
+    words = {name: record[name] for name in ("id", "title", "filename", "description", "metadata")}
+    result = run_import(import_one(ImportItem(where, **words), data, LibraryTarget(library.references)))
+    if record["pinned"] and result.outcome in ("added", "replaced"):
+        library.references.pin(record["id"])
+    return result

@@ -28,6 +28,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any
 
+from mpic.errors import LinkedFolder
 from mpic.kv.chunk import KVKey, digest
 from mpic.library.records import SHARED
 
@@ -123,14 +124,23 @@ class FoundFiles:
 
 
 def scan(root: Path) -> FoundFiles:
-    """Lists everything in ``files`` and ``tmp``. No symbolic link is followed below these."""
+    """Lists everything in ``files`` and ``tmp``. No symbolic link is followed below these.
+
+    Raises:
+        LinkedFolder: a link has the name of a user's folder, or leads to a file and has the name of an original: what
+            is behind it would count as lost.
+    """
     found = FoundFiles()
     for folder in _entries(root / "files"):
         parent = f"files/{folder.name}"
+        if HASH.fullmatch(folder.name):
+            _refuse_link(folder)
         if not (folder.is_dir(follow_symlinks=False) and HASH.fullmatch(folder.name)):
             found.unknown.append(parent)
             continue
         for entry in _entries(Path(folder.path)):
+            if ORIGINAL.fullmatch(entry.name) and os.path.isfile(entry.path):
+                _refuse_link(entry)
             if entry.is_file(follow_symlinks=False):
                 found.take(parent, entry.name)
             else:
@@ -151,7 +161,11 @@ class FoundChunks:
 
 
 def scan_chunks(root: Path) -> FoundChunks:
-    """Lists everything in ``kv``. Files that a server removes meanwhile are left out."""
+    """Lists everything in ``kv``. Files that a server removes meanwhile are left out.
+
+    Raises:
+        LinkedFolder: a link has the name of a folder of chunks, which would count as missing.
+    """
     found = FoundChunks()
     for folder, folders, names in os.walk(root / "kv"):
         parent = os.path.relpath(folder, root)
@@ -161,6 +175,9 @@ def scan_chunks(root: Path) -> FoundChunks:
             found.unknown.append(parent)
             folders.clear()
             continue
+        for name in folders:
+            if len(parts) < 2 and (MODEL, HASH)[len(parts)].fullmatch(name):
+                _refuse_link(Path(folder, name))
         for name in names:
             path = f"{parent}/{name}"
             if len(parts) == 2 and CHUNK.fullmatch(name):
@@ -190,6 +207,14 @@ def _is_temporary(name: str) -> bool:
     final = name[1:].rsplit(".", 2)[0]
     patterns = (ORIGINAL_SIDECAR, CACHE_SIDECAR, CHUNK)
     return final == OWNER_SIDECAR or any(pattern.fullmatch(final) for pattern in patterns)
+
+
+def _refuse_link(entry: os.DirEntry[str] | Path) -> None:
+    if entry.is_symlink():
+        raise LinkedFolder(
+            f"{os.fspath(entry)} is a symbolic link, which a library does not follow; nothing was changed. Put what it "
+            "leads to in its place (another disk can be mounted there), then start again"
+        )
 
 
 def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:

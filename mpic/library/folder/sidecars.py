@@ -20,15 +20,16 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from sqlite3 import Connection, Row
 from stat import S_ISREG
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from mpic import bounded_json
 from mpic.durable import FileSystem, write_durably
 from mpic.errors import CorruptFile, MPICError
+from mpic.kv.chunk import Kind
 from mpic.library.folder.layout import OWNER_SIDECAR, SIDECAR, owner_folder, sidecar_of
 
 log = logging.getLogger(__name__)
@@ -129,9 +130,6 @@ class Sidecar:
         Raises:
             CorruptFile: it is damaged, or has another format.
         """
-        # here, because a GPU is measured on machines without pydantic (`make report-gpu`)
-        from mpic.library.folder.sidecar_types import check_record
-
         try:
             whole = bounded_json.read(data, BOUNDS)
             record = json.dumps(whole["record"], sort_keys=True)
@@ -140,17 +138,11 @@ class Sidecar:
             if hashlib.sha256(record.encode()).hexdigest() != whole["sha256"]:
                 raise CorruptFile(f"the sidecar {name} is damaged")
             whole["record"] = ADDED.get(whole["kind"], {}) | whole["record"]
-            columns = COLUMNS[whole["kind"]] + (("chunks",) if whole["kind"] == "cache" else ())
-            missing = [column for column in columns if column not in whole["record"]]
-            if missing:
-                raise CorruptFile(f"the sidecar {name} lacks {missing[0]}")
+            wrong = _wrong_field(whole["kind"], whole["record"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorruptFile(f"the sidecar {name} is damaged ({error!r})") from error
-        try:
-            is_cache = whole["kind"] == "cache"
-            check_record(whole["record"], COLUMNS[whole["kind"]], CACHE_CHUNK if is_cache else ())
-        except ValueError as error:
-            raise CorruptFile(f"the sidecar {name} cannot be used: {error}") from error
+        if wrong:
+            raise CorruptFile(f"the sidecar {name} cannot be used: {wrong}")
         return cls(whole["kind"], whole["record"], str(whole.get("replaces", "")))
 
     @classmethod
@@ -255,6 +247,54 @@ def _holds(path: Path, sidecar: Sidecar) -> bool:
         return Sidecar.read(path) == sidecar
     except (CorruptFile, OSError):
         return False
+
+
+def _wrong_field(kind: str, record: Any) -> str:
+    """Returns the first field of a record whose type is wrong, and why; empty if there is none."""
+    from pydantic import ValidationError  # here, as in _model
+
+    try:
+        _model(kind).model_validate(record)
+    except ValidationError as error:
+        [first, *_] = error.errors(include_url=False)
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return ""
+
+
+@cache
+def _model(kind: str) -> Any:
+    """Returns the type of a record. It comes from a disk, so nothing in it is believed before this check."""
+    # here, because a GPU is measured on machines without pydantic (`make report-gpu`)
+    from pydantic import ConfigDict, Field, create_model
+
+    text = Annotated[str, Field(min_length=1)]
+    whole = Annotated[int, Field(ge=0, lt=1 << 63)]
+    time = Annotated[
+        float, Field(ge=0, lt=253_402_300_800, allow_inf_nan=False)
+    ]  # before the year 10000, as dates
+    scalar = str | bool | int | Annotated[float, Field(allow_inf_nan=False)]
+    types: dict[str, Any] = {
+        **dict.fromkeys(("id", "owner", "name"), text),
+        **dict.fromkeys(("filename", "title", "description", "press"), str),
+        **dict.fromkeys(("sha256", "digest"), Annotated[str, Field(pattern="^[0-9a-f]{64}$")]),
+        **dict.fromkeys(("bytes", "version", "position", "start", "end"), whole),
+        **dict.fromkeys(QUOTAS, whole | None),
+        **dict.fromkeys(("created_at", "updated_at"), time),
+        "expires_at": time | None,
+        "handle": text | None,
+        "kind": Kind,
+        "metadata": dict[str, scalar],
+        "pinned": bool,
+        "split": dict[str, scalar | None] | None,
+    }
+
+    def model(columns: Iterable[str], **more: Any) -> Any:
+        fields = {column: (types[column], ...) for column in columns} | more
+        return create_model("record", __config__=ConfigDict(strict=True), **fields)
+
+    if kind == "cache":
+        return model(COLUMNS[kind], chunks=(list[model(CACHE_CHUNK)], ...))
+    return model(COLUMNS[kind])
 
 
 def _plain(row: Mapping[str, Any], columns: Iterable[str]) -> dict[str, Any]:

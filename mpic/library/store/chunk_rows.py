@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from mpic.errors import IntegrityError, StorageFull
 from mpic.kv.chunk import ChunkKey, KVKey
-from mpic.library.catalog.columns import insert_row
-from mpic.library.catalog.database import Catalog
+from mpic.library.catalog.database import Catalog, insert_row
 from mpic.library.catalog.quotas import quota
 from mpic.library.limits import Limits
 from mpic.library.records import SHARED

@@ -28,8 +28,7 @@ from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey
 from mpic.kv.file import ChunkFile, encode
 from mpic.library.catalog.database import Catalog
 from mpic.library.folder.layout import chunk_path
-from mpic.library.folder.orphans import Orphans
-from mpic.library.folder.quarantine import Quarantine
+from mpic.library.folder.quarantine import Orphans, Quarantine
 from mpic.library.limits import Limits
 from mpic.library.store.chunk_rows import ChunkRow, ChunkRows, DurableChunk, Source
 from mpic.library.store.disk_parts import DiskParts

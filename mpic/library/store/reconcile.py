@@ -17,8 +17,7 @@ from mpic.errors import CorruptFile, OutOfMemory
 from mpic.kv.file import ChunkFile
 from mpic.library.catalog.database import Catalog
 from mpic.library.folder.layout import chunk_path, scan_chunks
-from mpic.library.folder.orphans import Orphans
-from mpic.library.folder.quarantine import Quarantine
+from mpic.library.folder.quarantine import Orphans, Quarantine
 from mpic.library.store.chunk_rows import ChunkRows, DurableChunk
 
 log = logging.getLogger(__name__)

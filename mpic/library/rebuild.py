@@ -1,5 +1,5 @@
-"""Rebuilds a lost or damaged catalogue from the files: originals are described by their sidecars, compiled chunks by
-their headers.
+"""Rebuilds a lost or damaged catalogue from the files (``mpic library recover``): originals are described by their
+sidecars, compiled chunks by their headers.
 
 Data that was only in the catalogue is lost: the vectors of references (a server makes them again), and the record of
 deleted files. A confirmed deletion has removed the sidecar, so no deleted file comes back.
@@ -7,7 +7,6 @@ deleted files. A confirmed deletion has removed the sidecar, so no deleted file 
 
 from __future__ import annotations
 
-import logging
 import os
 import tempfile
 import time
@@ -20,22 +19,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpic.durable import FileSystem
-from mpic.errors import BadRequest, CorruptFile, OutOfMemory
+from mpic.errors import BadRequest, CorruptFile, MPICError, OutOfMemory
 from mpic.library.catalog.database import Catalog
-from mpic.library.folder.inspection import inspect_catalog
 from mpic.library.folder.layout import CATALOG, SIDECAR, scan, scan_chunks
-from mpic.library.folder.lock import FolderLock
-from mpic.library.folder.sidecars import Sidecar
-from mpic.library.limits import Limits
-from mpic.library.repair.adopt import DAMAGED, LOST, Adoption, Record, check_original, read_sidecars
-from mpic.library.repair.salvage import salvage
+from mpic.library.folder.lock import FolderLock, inspect_catalog
+from mpic.library.folder.sidecars import Sidecar, Sidecars
+from mpic.library.reconcile import DAMAGED, GAVE_HANDLE, LOST, Adoption, Record, check_original, read_sidecars
 from mpic.library.store.chunk_rows import ChunkRows, DurableChunk
 from mpic.library.store.reconcile import read_stored
 
 NEW = f"{CATALOG}.new"
 SUFFIXES = ("", "-wal", "-shm", "-journal")
 """Suffixes that SQLite appends to the name of a database for the files that belong to it."""
-log = logging.getLogger(__name__)
 
 
 class Trouble(NamedTuple):
@@ -51,7 +46,7 @@ class Recovery:
 
     Args:
         counts: numbers of ``files``, ``references``, ``caches``, ``chunks`` and ``users`` that have rows now.
-        troubles: files that could not be adopted, or could only be adopted as failed.
+        troubles: files that could not be adopted, or not as their sidecars say.
         aside: new path of the old catalogue, if there was one.
     """
 
@@ -64,8 +59,6 @@ def recover(
     root: Path,
     dry_run: bool = False,
     force: bool = False,
-    without_sidecars: bool = False,
-    limits: Limits | None = None,
     filesystem: FileSystem | None = None,
     clock: Callable[[], float] = time.time,
     progress: Callable[[int], None] = lambda done: None,
@@ -75,8 +68,6 @@ def recover(
     Args:
         dry_run: only report what would be done; nothing in the folder is changed.
         force: make a new catalogue although the present one is in order.
-        without_sidecars: adopt originals of versions that wrote no sidecars, under their ids (see ``salvage``).
-        limits: bounds on the content of these; None: the defaults.
         progress: called with the bytes of each original that was verified.
 
     Raises:
@@ -84,6 +75,7 @@ def recover(
         BadRequest: the catalogue is in order.
         StorageFull: the disk is full; nothing was changed.
         DatabaseBusy, DatabaseFailed: the new catalogue could not be written; nothing was changed.
+        LinkedFolder: see ``scan``; nothing was changed.
     """
     root, filesystem = Path(root).absolute(), filesystem or FileSystem()
     folder = FolderLock(root, filesystem).acquire_damaged(change=not dry_run)
@@ -93,12 +85,13 @@ def recover(
         with _workplace(root, filesystem, dry_run) as path:
             with closing(Catalog(path, filesystem)) as catalog:
                 rebuilding = _Rebuilding(root, catalog, filesystem, clock, progress)
-                recovery = rebuilding.run(limits or Limits() if without_sidecars else None)
+                recovery = rebuilding.run()
                 catalog.identify(folder.id)
                 catalog.check()
                 catalog.fold()  # only the file itself gets the catalogue's name
             if not dry_run:
                 recovery.aside = _swap(root, path, filesystem, clock())
+                rebuilding.rewrite_sidecars()
     finally:
         folder.release()
     return recovery
@@ -122,11 +115,13 @@ class _Rebuilding:
         self._clock, self._progress = clock, progress
         self._found = scan(root)
         self._described: set[str] = set()  # originals that a sidecar describes
+        self._changed: list[tuple[Path, Sidecar]] = []
+        self._sidecars = Sidecars(root, filesystem)
         self._done = Recovery()
 
-    def run(self, salvaging: Limits | None) -> Recovery:
-        """Makes the rows; with limits, also those of originals without sidecars whose content they accept."""
-        found, counts = self._found, self._done.counts
+    def run(self) -> Recovery:
+        """Makes the rows."""
+        found = self._found
         chunks = self._chunks()
         sidecars = read_sidecars(
             self._root,
@@ -140,18 +135,26 @@ class _Rebuilding:
                     self._adopt(adoption, path, sidecar)
                 except CorruptFile as error:
                     self._trouble(path, f"cannot be used ({error})")
-            rest = sorted(found.originals - self._described)
-            if salvaging is not None:
-                before = len(rest)
-                rest = salvage(adoption, self._root, rest, [chunk.key.owner for chunk in chunks], salvaging)
-                counts["files"] += before - len(rest)
-        self._done.troubles += [Trouble(path, "has no sidecar that describes it") for path in rest]
-        for file_id in adoption.without_handle:
-            self._trouble(file_id, "is without its handle, which another file of its owner has")
+            for file_id in dict(adoption.notes):
+                row = db.execute("SELECT * FROM files WHERE id = ?", (file_id,)).fetchone()
+                self._changed.append((self._sidecars.path("file", row), Sidecar.of("file", row)))
+        for path in sorted(found.originals - self._described):
+            self._trouble(path, "has no sidecar that describes it")
+        self._done.troubles += [Trouble(*note) for note in adoption.notes if note[1] != GAVE_HANDLE]
         ChunkRows(self._catalog, self._clock).put_all(chunks)
         users = self._catalog.one("SELECT COUNT(*) FROM users")
-        counts.update(chunks=len(chunks), users=users[0])
+        self._done.counts.update(chunks=len(chunks), users=users[0])
         return self._done
+
+    def rewrite_sidecars(self) -> None:
+        """Makes the sidecars of rows that differ from them say what these rows say, once the new catalogue is there."""
+        for path, sidecar in self._changed:
+            try:
+                self._sidecars.write(path, sidecar)
+            except (MPICError, OSError) as error:
+                self._trouble(
+                    path.name, f"cannot be written anew ({error}); `mpic library check` does it later"
+                )
 
     def _adopt(self, adoption: Adoption, path: str, sidecar: Sidecar) -> None:
         if adoption.take(path, sidecar, self._verify):
@@ -200,8 +203,8 @@ class _Rebuilding:
 
 @contextmanager
 def _workplace(root: Path, filesystem: FileSystem, elsewhere: bool) -> Iterator[Path]:
-    """Yields the folder in which the new catalogue is made (``elsewhere``: a temporary one, not the library's); nothing
-    is left there on failure."""
+    """Yields the path of the new catalogue while it is made (``elsewhere``: in a temporary folder, not the library's);
+    nothing is left there on failure."""
     if elsewhere:
         with tempfile.TemporaryDirectory(prefix="mpic-recover-") as folder:
             yield Path(folder, CATALOG)
