@@ -126,14 +126,14 @@ class UploadIntake(LibraryPart):
         if kept is not None:
             return kept
         file = self._describe(wanted, incoming, now, expires_at)
-        before = (
-            self._rows.by_handle(wanted.owner, wanted.handle) if wanted.replace and wanted.handle else None
+        may_replace = lambda old: wanted.replace or (old.sha256 == file.sha256 and not self._intact(old))
+        before = self._rows.by_handle(wanted.owner, wanted.handle) if wanted.handle else None
+        replaces = before.id if before and may_replace(before) else ""
+        self._originals.publish(
+            [(incoming, file.path)], Sidecar.of("file", self._rows.values(file), replaces=replaces)
         )
-        sidecar = Sidecar.of("file", self._rows.values(file), replaces=before.id if before else "")
-        self._originals.publish([(incoming, file.path)], sidecar)
-        damaged = lambda old: old.sha256 == file.sha256 and not self._intact(old)
         try:
-            old = self._rows.insert(file, lambda old: wanted.replace or damaged(old), wanted.key)
+            old = self._rows.insert(file, may_replace, wanted.key)
         except BaseException as error:
             self._originals.remove([file.path])
             kept = self._unchanged(wanted, incoming, expires_at) if isinstance(error, HandleTaken) else None
