@@ -236,6 +236,12 @@ class VideoTooCostly(TooLarge):
     code = "video_too_costly"
 
 
+class RangeNotSatisfiable(MPICError):
+    """The range of a download begins behind the end of the file."""
+
+    status, code = 416, "range_not_satisfiable"
+
+
 class HeadersTooLarge(MPICError):
     status, code = 431, "headers_too_large"
 
@@ -267,7 +273,8 @@ class DecoderBusy(RateLimited):
 
 
 class TooManyBytes(RateLimited):
-    """The bodies of the requests under way take as much memory as they may."""
+    """The bodies of the requests under way take as much memory, or the user's uploads under way as much of the disk, as
+    they may together."""
 
     code = "too_many_bytes"
 

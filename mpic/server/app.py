@@ -27,13 +27,14 @@ from mpic.server import docs
 from mpic.server.auth import Authenticate
 from mpic.server.background import BackgroundJobs
 from mpic.server.cutting import cut_document
-from mpic.server.forms import FormCharset, UploadsUnderWay
+from mpic.server.forms import FormCharset
 from mpic.server.guard import BodyLimit, CookieFilter, HostGuard
 from mpic.server.metrics import Metrics, ResponseCounter
 from mpic.server.routers import caches, chat, files, health, metrics, models, references, savings
 from mpic.server.savings import SavingsLedger
 from mpic.server.state import State
 from mpic.server.thread_pools import DiskProbe
+from mpic.server.uploads import UploadsUnderWay
 from mpic.version import VERSION
 from mpic.webui.visitors import COOKIE, COOKIE_VALUE
 
@@ -117,7 +118,8 @@ def create_app(
     app.add_api_route("/docs", _docs, include_in_schema=False)
     errors.install(app)
     app.add_middleware(FormCharset)
-    app.add_middleware(BodyLimit, uploads=config.library.upload_bytes, other=config.server.max_body_bytes)
+    largest = {"uploads": config.library.upload_bytes, "other": config.server.max_body_bytes}
+    app.add_middleware(BodyLimit, under_way=uploads, **largest)
     reachable = not is_loopback(config.server.host)
     app.add_middleware(Authenticate, keys=keys, rates=app.state.mpic.rates, always=reachable)
     allowed = origins(config.server)
@@ -130,7 +132,7 @@ def create_app(
             allow_origins=allowed,
             allow_methods=["GET", "POST", "PUT", "PATCH", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["Retry-After", "Content-Disposition"],
+            expose_headers=["Retry-After", "Content-Disposition", "Content-Range", "ETag"],
             max_age=3600,
         )
     app.add_middleware(CookieFilter, name=COOKIE, value=COOKIE_VALUE)  # before the web interface, too

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from mpic.library import Library
     from mpic.prompt import ChatTemplate
     from mpic.retriever import Retriever
-    from mpic.server.forms import UploadsUnderWay
     from mpic.server.metrics import Metrics
     from mpic.server.savings import SavingsLedger
+    from mpic.server.uploads import UploadsUnderWay
 
 
 @dataclass(frozen=True)

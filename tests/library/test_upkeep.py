@@ -132,7 +132,9 @@ def test_what_a_killed_server_leaves_is_mended_and_is_no_damage(tmp_path, what):
     assert at > 1 and held == {before, frozenset(after)} - ({before} if what == "delete" else set())
 
 
-def test_whenever_the_mending_of_a_damaged_upload_is_killed_the_file_that_has_the_handle_is_the_only_one(tmp_path):
+def test_whenever_the_mending_of_a_damaged_upload_is_killed_the_file_that_has_the_handle_is_the_only_one(
+    tmp_path,
+):
     held, finished, at = [], False, 0
     while not finished:
         root, files = tmp_path / f"{at}", CrashingFiles(10**9)

@@ -20,7 +20,17 @@ from mpic.press import NONE, parse_press
 from mpic.server.auth import CurrentUser
 from mpic.server.cutting import check_whole, split_of
 from mpic.server.json_routes import JSONRoute
-from mpic.server.routers.common import After, Order, Tiers, download, form_fields, listed, shown, tiers_of
+from mpic.server.routers.common import (
+    PARTS,
+    After,
+    Order,
+    Tiers,
+    download,
+    form_fields,
+    listed,
+    shown,
+    tiers_of,
+)
 from mpic.server.state import State, StateDep
 
 router = APIRouter(prefix="/v1/files", tags=["files"], route_class=JSONRoute)
@@ -72,7 +82,7 @@ async def upload(
     name, asked = file.filename or "", split not in (None, "auto")
     stored = await state.library.files.upload(
         user.id,
-        file,
+        file.file,
         name,
         handle or None,
         _lifetime(ttl, anchor, lifetime),
@@ -164,11 +174,13 @@ def get_file(file_id: str, state: StateDep, user: CurrentUser) -> FileObject:
     return found.model_copy(update={"chunks": chunks})
 
 
-@router.get("/{file_id}/content", response_class=Response)
-def get_content(file_id: str, state: StateDep, user: CurrentUser) -> Response:
-    """Download the original, byte by byte."""
+@router.head("/{file_id}/content", include_in_schema=False)
+@router.get("/{file_id}/content", response_class=Response, responses=PARTS)
+def get_content(file_id: str, request: Request, state: StateDep, user: CurrentUser) -> Response:
+    """Download the original, byte by byte, or the one `Range` of it that is asked for. The `ETag` is the SHA-256 of the
+    whole."""
     file = state.library.files.get(user.id, file_id)
-    return download(state.library.files.open(user.id, file_id), file.filename)
+    return download(request, file, lambda: state.library.files.open(user.id, file_id))
 
 
 @router.patch("/{file_id}")
