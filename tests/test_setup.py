@@ -236,7 +236,6 @@ def test_constraints_pin_every_direct_dependency():
 
 
 def test_the_parser_of_what_strangers_send_is_no_older_than_the_one_that_is_tested():
-    """``filename*`` is read by an older one too, and then a form would have two names for its file."""
     dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     [bound] = [d.partition(">=")[2] for d in dependencies if d.startswith("python-multipart")]
     assert f"python-multipart=={bound}" in (ROOT / "constraints.txt").read_text().splitlines()

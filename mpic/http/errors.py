@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 
 from mpic import memory
@@ -52,6 +53,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnected, _client_gone)
+    app.add_exception_handler(ClientDisconnect, _client_gone)
     app.add_exception_handler(Exception, _any_error)
 
 
@@ -151,7 +153,7 @@ async def _http_error(request: Request, exc: Exception) -> Response:
     cause = exc.__cause__  # one of our errors, if it was raised while FastAPI read the body
     if cause is not None and (isinstance(cause, MPICError | OSError) or memory.is_exhaustion(cause)):
         return response(as_mpic_error(cause))
-    if isinstance(cause, ClientDisconnected):
+    if isinstance(cause, ClientDisconnected | ClientDisconnect):
         return await _client_gone(request, cause)
     where = f"{request.method} {cut(request.url.path)}"
     error: MPICError

@@ -117,9 +117,9 @@ class UploadIntake(LibraryPart):
                 incoming.write(piece)
             return self._accept(wanted, incoming)
 
-    def arriving(self) -> Arriving:
+    def arriving(self, param: str | None) -> Arriving:
         """Returns an upload of which no byte has arrived yet."""
-        return Arriving(self._originals, self._limits.upload_bytes)
+        return Arriving(self._originals, self._limits.upload_bytes, param)
 
     async def receive(self, wanted: Wanted, source: AsyncReader | Arriving) -> UploadOutcome:
         """Does the same as ``take`` on an event loop."""

@@ -89,10 +89,14 @@ class UploadLibrary(InlineChunks):
         )
         return self._intake.take(wanted, source).file
 
-    def arriving(self) -> Arriving:
+    def arriving(self, param: str | None = "file") -> Arriving:
         """Returns an upload of anybody, to which the bytes are written as they come in, for ``upload`` or for a
-        reference. The caller closes it in the end."""
-        return self._intake.arriving()
+        reference. The caller closes it in the end.
+
+        Args:
+            param: the field of the request that it is in; None: it is the whole body.
+        """
+        return self._intake.arriving(param)
 
     def admit(
         self,

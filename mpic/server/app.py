@@ -30,11 +30,11 @@ from mpic.server.cutting import cut_document
 from mpic.server.forms import FormCharset
 from mpic.server.guard import BodyLimit, CookieFilter, HostGuard
 from mpic.server.metrics import Metrics, ResponseCounter
-from mpic.server.routers import caches, chat, files, health, metrics, models, references, savings
+from mpic.server.routers import caches, chat, files, health, metrics, models, references, savings, uploads
 from mpic.server.savings import SavingsLedger
 from mpic.server.state import State
 from mpic.server.thread_pools import DiskProbe
-from mpic.server.uploads import UploadsUnderWay
+from mpic.server.uploads import PartedUploads, UploadsUnderWay
 from mpic.version import VERSION
 from mpic.webui.visitors import COOKIE, COOKIE_VALUE
 
@@ -52,6 +52,7 @@ UPLOADS = 8
 ROUTERS = (
     chat.router,
     files.router,
+    uploads.router,
     caches.router,
     references.router,
     savings.router,
@@ -99,7 +100,7 @@ def create_app(
     retriever = Retriever(library, embedder, search.duplicates)
     ledger = SavingsLedger(library.root, engine.info.digest)
     probe = DiskProbe(library.probe)
-    uploads = UploadsUnderWay(UPLOADS * config.library.upload_bytes, tempfile.gettempdir(), library.root)
+    under_way = UploadsUnderWay(UPLOADS * config.library.upload_bytes, tempfile.gettempdir(), library.root)
     app.state.mpic = State(
         engine,
         library,
@@ -111,7 +112,8 @@ def create_app(
         retriever,
         ledger,
         probe,
-        uploads,
+        under_way,
+        PartedUploads(under_way, library.clock),
     )
     app.router.routes.extend(_routes())
     app.add_api_route("/", _home, include_in_schema=False)
@@ -119,7 +121,7 @@ def create_app(
     errors.install(app)
     app.add_middleware(FormCharset)
     largest = {"uploads": config.library.upload_bytes, "other": config.server.max_body_bytes}
-    app.add_middleware(BodyLimit, under_way=uploads, **largest)
+    app.add_middleware(BodyLimit, under_way=under_way, **largest)
     reachable = not is_loopback(config.server.host)
     app.add_middleware(Authenticate, keys=keys, rates=app.state.mpic.rates, always=reachable)
     allowed = origins(config.server)
@@ -158,6 +160,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         closing.push_async_callback(_on_own_thread, state.library.close)
         closing.push_async_callback(_on_own_thread, state.savings.flush)
         closing.push_async_callback(_on_own_thread, state.retriever.close)
+        closing.callback(state.parted.close)
         closing.push_async_callback(app.state.background.stop)
         closing.push_async_callback(app.state.page.close)
         # while compilations are still waited for

@@ -63,12 +63,12 @@ class FormCharset:
         return BadRequest(f"the charset of a form is utf-8, not {named!r}", param="Content-Type")
 
 
-async def read_form(request: Request, arriving: Callable[[], Arriving]) -> FormData:
+async def read_form(request: Request, arriving: Callable[[str], Arriving]) -> FormData:
     """Reads the form of an upload, whose file is written as it arrives. A body of another kind gives an empty one, in
     which validation then misses the file.
 
     Args:
-        arriving: returns an upload of which no byte has arrived yet.
+        arriving: name of the field -> an upload of which no byte has arrived yet.
 
     Raises:
         BadRequest: it is malformed, or is no multipart form, or it has too many files or fields, or a text that is not
@@ -124,7 +124,7 @@ class _UploadParser(MultiPartParser):
     wants none.
     """
 
-    def __init__(self, arriving: Callable[[], Arriving], *args: Any, **options: Any) -> None:
+    def __init__(self, arriving: Callable[[str], Arriving], *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._arriving = arriving
         self._text_bytes = 0
@@ -135,8 +135,9 @@ class _UploadParser(MultiPartParser):
             part.content_disposition = _with_plain_name(part.content_disposition)
         super().on_headers_finished()
         if part.file is not None:
-            part.file = FormFile(self._arriving(), filename=part.file.filename, headers=part.file.headers)
-            self._files_to_close_on_error.append(part.file.file)
+            arriving = self._arriving(cut(part.field_name))
+            part.file = FormFile(arriving, filename=part.file.filename, headers=part.file.headers)
+            self._files_to_close_on_error.append(arriving)
 
     def on_part_data(self, data: bytes, start: int, end: int) -> None:
         if self._current_part.file is None:

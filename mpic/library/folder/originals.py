@@ -6,7 +6,7 @@ import hashlib
 import io
 import os
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
@@ -98,6 +98,20 @@ class Incoming(io.BufferedIOBase):
                 raise storage_error(error, self.path) from error
             self._close()
             self._sealed = True
+
+    def rest(self) -> None:
+        """Closes the file and keeps it. Nothing can be written afterwards."""
+        with self._lock:
+            self._close()
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yields everything written so far in pieces of ``PIECE``, read back from the file."""
+        fd = self._filesystem.open(self.path)
+        try:
+            for start in range(0, self.bytes, PIECE):
+                yield _read(self._filesystem, fd, start, min(PIECE, self.bytes - start))
+        finally:
+            self._filesystem.close(fd)
 
     def give_away(self) -> None:
         """Records that the temporary file gets another name, so that this object does not remove it."""

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from aiofiles.threadpool import wrap
 
+from mpic.errors import TooLarge
 from mpic.library.folder.originals import PIECE, Incoming, Originals
 from mpic.library.records import AsyncReader
 
@@ -26,10 +27,11 @@ class Arriving:
 
     Args:
         limit: maximum number of bytes.
+        param: the field of the request that it is in; None: it is the whole body.
     """
 
-    def __init__(self, originals: Originals, limit: int) -> None:
-        self._begin = partial(originals.incoming, limit)
+    def __init__(self, originals: Originals, limit: int, param: str | None = "file") -> None:
+        self._begin, self._param = partial(originals.incoming, limit), param
         self._incoming: Incoming | None = None
         self._waiting = bytearray()
 
@@ -50,8 +52,18 @@ class Arriving:
             self._incoming = await asyncio.to_thread(self._begin)
         if self._waiting:
             piece, self._waiting = self._waiting, bytearray()
-            await wrap(self._incoming).write(piece)
+            try:
+                await wrap(self._incoming).write(piece)
+            except TooLarge as error:
+                error.param = self._param
+                raise
         return self._incoming
+
+    async def taken(self) -> Incoming:
+        """Does the same as ``finish``, and leaves the temporary file to the caller."""
+        incoming = await self.finish()
+        self._incoming = None
+        return incoming
 
     def close(self) -> None:
         """Removes the temporary file, unless it was published. It is not awaited, so that no cancellation can prevent
