@@ -82,7 +82,7 @@ async def test_a_file_may_be_the_whole_body_under_the_handle_in_the_path(server)
 
 
 REFUSED_BODIES = {
-    "no handle": ({"path": "a b"}, (400, "bad_request", "name")),
+    "no handle": ({"path": "a b"}, (400, "bad_request", "handle")),
     "a form": ({"type": "multipart/form-data; boundary=x"}, (400, "bad_request", "Content-Type")),
     "nothing": ({"content": b""}, (400, "empty_upload", "file")),
     "another type": ({"content": b"%PDF-1.7"}, (400, "unsupported_type", "file")),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, File, Form, Query, Request, Response, UploadFile
+from fastapi import APIRouter, File, Form, Path, Query, Request, Response, UploadFile
 from starlette.concurrency import run_in_threadpool
 
 from mpic.api.requests import FileChange
@@ -14,7 +14,7 @@ from mpic.engine.base import Engine
 from mpic.errors import BadRequest, DocumentTooLong, UnknownPress, UnsupportedParameter, cut
 from mpic.library import File as LibraryFile
 from mpic.library.caches import CHUNK
-from mpic.library.intake.checks import check_life, checked_handle
+from mpic.library.intake.checks import check_life
 from mpic.library.intake.receive import Arriving
 from mpic.library.records import AsyncReader, Removed
 from mpic.press import NONE, parse_press
@@ -91,9 +91,9 @@ async def upload(
     )
 
 
-@router.put("/{name}", openapi_extra={"requestBody": RAW})
+@router.put("/{file_id}", openapi_extra={"requestBody": RAW})
 async def put(
-    name: str,
+    handle: Annotated[str, Path(alias="file_id", description="NAME for `IMAGE#NAME` and `FILE#NAME`")],
     request: Request,
     state: StateDep,
     user: CurrentUser,
@@ -111,34 +111,25 @@ async def put(
     """Upload an image, a clip or a document as the body itself, not in a form: `curl -T photo.png
     http://127.0.0.1:8000/v1/files/PHOTO`.
 
-    The last part of the path is its handle. A file that has it is replaced by other bytes; the same bytes change
-    nothing but its lifetime. All else is as in `POST /v1/files`.
+    The last part of the path is here its handle, not its id. A file that has it is replaced by other bytes; the same
+    bytes change nothing but its lifetime. All else is as in `POST /v1/files`.
     """
     kind, _, _ = request.headers.get("content-type", "").partition(";")
     if kind.strip().lower().startswith("multipart/"):
         raise BadRequest(
             "the body is the file itself; send a form to POST /v1/files instead", param="Content-Type"
         )
-    name, shown_as = checked_name(name), filename or name
-    wishes = {"purpose": purpose, "handle": name, "replace": replace, "split": split, "press": press}
-    arguments = arguments_of(state, user, shown_as, **wishes, ttl=ttl)
+    name = filename or handle
+    wishes = {"purpose": purpose, "handle": handle, "replace": replace, "split": split, "press": press}
+    arguments = arguments_of(state, user, name, **wishes, ttl=ttl)
     arriving = state.library.files.arriving(None)
     try:
-        await run_in_threadpool(state.library.files.admit, user.id, 1, shown_as, **arguments)
+        await run_in_threadpool(state.library.files.admit, user.id, 1, name, **arguments)
         async for piece in request.stream():
             await arriving.write(piece)
-        return await store(request, state, user, arriving, filename=shown_as, arguments=arguments)
+        return await store(request, state, user, arriving, filename=name, arguments=arguments)
     finally:
         arriving.close()
-
-
-def checked_name(name: str) -> str:
-    """Returns a handle that stands in a path. Raises BadRequest."""
-    try:
-        return checked_handle(name) or ""
-    except BadRequest as error:
-        error.param = "name"
-        raise
 
 
 def arguments_of(
