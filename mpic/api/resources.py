@@ -93,6 +93,7 @@ class UploadPartObject(Created):
     created_at: int
     upload_id: str
     bytes: int
+    sha256: str = Field("", description="of its bytes, in hexadecimal")
 
 
 class UploadObject(Expiring):

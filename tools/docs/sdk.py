@@ -18,7 +18,7 @@ def sdk() -> Iterator[str]:
     yield "# SDK reference\n"
     yield "The classes of `from mpic import MPIC, AsyncMPIC`, from their docstrings. `AsyncMPIC` has"
     yield "the same methods, to be awaited. [The Python SDK](../sdk.md) is the page to begin with."
-    listed = ("Files", "Caches", "References", "Models", "Completions")
+    listed = ("Files", "Uploads", "Caches", "References", "Models", "Completions")
     yield from _class(client.MPIC, "MPIC")
     for name in listed:
         owner = "chat.completions" if name == "Completions" else name.lower()

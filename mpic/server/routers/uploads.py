@@ -102,5 +102,10 @@ def _show(upload: PartedUpload) -> UploadObject:
 
 
 def _part(upload: PartedUpload, part: Part) -> UploadPartObject:
-    size = part.content.bytes
-    return UploadPartObject(id=part.id, created_at=int(part.created_at), upload_id=upload.id, bytes=size)
+    return UploadPartObject(
+        id=part.id,
+        created_at=int(part.created_at),
+        upload_id=upload.id,
+        bytes=part.content.bytes,
+        sha256=part.content.sha256,
+    )
