@@ -332,10 +332,16 @@ class Originals:
 
 
 def _read_whole(filesystem: FileSystem, path: Path, most: int | None = None) -> bytes:
+    """Returns a file's bytes, at most ``most``. A large file is never there twice: ``BytesIO`` gives its own bytes
+    away."""
     fd = filesystem.open(path)
     try:
         size = filesystem.size(fd)
-        return _read(filesystem, fd, 0, size if most is None else min(size, most))
+        size = size if most is None else min(size, most)
+        whole = io.BytesIO()
+        for start in range(0, size, PIECE):
+            whole.write(_read(filesystem, fd, start, min(PIECE, size - start)))
+        return whole.getvalue()
     finally:
         filesystem.close(fd)
 
