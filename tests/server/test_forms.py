@@ -176,7 +176,7 @@ def unfinished(server, size, ended, path="/v1/files", name="file"):
 async def test_the_uploads_of_a_user_that_are_under_way_have_a_bound_together(tmp_path, template):
     async with fake_server(tmp_path, template, FakeEngine()) as server:
         uploads, ended = server.app.state.mpic.uploads, asyncio.Event()
-        uploads._most = 100_000
+        uploads.most = 100_000
         first = [unfinished(server, 40_000, ended) for _ in range(2)]
         await wait_until(lambda: uploads.bytes_of("local") >= 80_000)
         held = uploads.bytes_of("local")
@@ -224,7 +224,7 @@ async def test_a_disk_whose_free_space_cannot_be_told_is_an_error_of_the_server(
 async def test_the_uploads_of_the_page_count_as_those_of_the_api_do(tmp_path, template):
     async with fake_server(tmp_path, template, FakeEngine()) as server:
         uploads, ended = server.app.state.mpic.uploads, asyncio.Event()
-        uploads._most = 100_000
+        uploads.most = 100_000
         first = unfinished(server, 80_000, ended, "/ui/gradio_api/upload", "files")
         await wait_until(lambda: uploads.bytes_of("local") >= 80_000)
         assert refusal(await server.upload(b"b" * 30_000, "b.txt")) == (429, "too_many_bytes")
