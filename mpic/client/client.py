@@ -23,7 +23,7 @@ from mpic.client.resources import (
     Files,
     Models,
     References,
-    Uploads,
+    UploadsInParts,
 )
 from mpic.client.retry import Retry
 from mpic.client.sender import IO, Resource, Sender
@@ -50,7 +50,7 @@ class Client(Resource[IO]):
         self.url = self.sender.url
         self._local = False
         self.files = Files(self.sender)
-        self.uploads = Uploads(self.sender)
+        self.uploads = UploadsInParts(self.sender)
         self.caches = Caches(self.sender)
         self.references = References(self.sender)
         self.models = Models(self.sender)

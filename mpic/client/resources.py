@@ -173,7 +173,7 @@ class Files(Collection[IO, types.File]):
         return await self.sender.send(endpoints.rename(id, handle))
 
 
-class Uploads(Resource[IO]):
+class UploadsInParts(Resource[IO]):
     """Files that come in parts, so that what is lost on the way is sent again, and not all of it."""
 
     @call
@@ -248,7 +248,7 @@ class Uploads(Resource[IO]):
         """
         if part_bytes < 1:
             raise ValueError("a part has one byte at least")
-        done = await Uploads.retrieve(self, id)
+        done = await UploadsInParts.retrieve(self, id)
         if done.file is None:  # else it was completed, and the answer was lost
             source, ids, whole = self.sender.sources.upload(file), [], hashlib.md5(usedforsecurity=False)
             held = {(part.sha256, part.bytes): part.id for part in done.parts}
@@ -258,10 +258,10 @@ class Uploads(Resource[IO]):
                     size = min(part_bytes, done.bytes - start)
                     piece, digest = await self.sender.io.open(_next_part, content, size, start, whole)
                     part = held.pop((digest, size), None)
-                    ids.append(part or (await Uploads.add_part(self, id, piece)).id)
+                    ids.append(part or (await UploadsInParts.add_part(self, id, piece)).id)
                     if progress is not None:
                         progress(start + size, done.bytes)
-            done = await Uploads.complete(self, id, ids, whole.hexdigest())
+            done = await UploadsInParts.complete(self, id, ids, whole.hexdigest())
         made: Any = done.file
         if not wait:
             return made

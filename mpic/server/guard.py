@@ -184,7 +184,7 @@ class BodyLimit:
                 self._held[user] += size
             if seen > limit:
                 raise _too_large(limit)
-            if upload is not None:
+            if size and upload is not None:
                 await upload.add(size)
             elif size:
                 self._check_memory(user)

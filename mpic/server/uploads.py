@@ -119,7 +119,7 @@ def too_many_bytes(room: int) -> TooManyBytes:
 
 
 @dataclass(frozen=True)
-class Part:
+class ReceivedPart:
     """A part of an upload: a temporary file of the library, which is closed."""
 
     id: str
@@ -147,7 +147,7 @@ class PartedUpload:
     created_at: float
     expires_at: float
     status: str = "pending"
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, ReceivedPart] = field(default_factory=dict)
     file: FileObject | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -196,7 +196,7 @@ class PartedUploads:
             raise UploadNotFound(f"no upload {cut(id)!r}", param="upload_id", id=id)
         return found
 
-    async def add_part(self, upload: PartedUpload, arriving: Arriving) -> Part:
+    async def add_part(self, upload: PartedUpload, arriving: Arriving) -> ReceivedPart:
         """Keeps a part that has arrived.
 
         Raises:
@@ -222,7 +222,7 @@ class PartedUploads:
             _discard([content])
             raise
         now = self._clock()
-        part = Part(new_id("part_"), now, content)
+        part = ReceivedPart(new_id("part_"), now, content)
         upload.parts[part.id] = part
         upload.held.keep(content.bytes)
         upload.expires_at = now + LIFE_SECONDS

@@ -16,7 +16,7 @@ from mpic.server.json_routes import JSONRoute
 from mpic.server.routers.common import form_fields
 from mpic.server.routers.files import arguments_of, store
 from mpic.server.state import StateDep
-from mpic.server.uploads import Part, PartedUpload
+from mpic.server.uploads import PartedUpload, ReceivedPart
 
 router = APIRouter(prefix="/v1/uploads", tags=["uploads"], route_class=JSONRoute)
 
@@ -101,7 +101,7 @@ def _show(upload: PartedUpload) -> UploadObject:
     )
 
 
-def _part(upload: PartedUpload, part: Part) -> UploadPartObject:
+def _part(upload: PartedUpload, part: ReceivedPart) -> UploadPartObject:
     return UploadPartObject(
         id=part.id,
         created_at=int(part.created_at),
