@@ -128,6 +128,18 @@ class EmptyUpload(InvalidText):
     code = "empty_upload"
 
 
+class UploadIncomplete(BadRequest):
+    """The parts of an upload do not have as many bytes together as it was to have."""
+
+    code = "upload_incomplete"
+
+
+class ChecksumMismatch(BadRequest):
+    """The bytes that arrived are not those that were sent."""
+
+    code = "checksum_mismatch"
+
+
 class UnsupportedModality(BadRequest):
     code = "unsupported_modality"
 
@@ -170,6 +182,12 @@ class FileNotFound(NotFound):
     code = "file_not_found"
 
 
+class UploadNotFound(NotFound):
+    """There is no such upload in parts: it never was, or ended long ago, or the server was started since."""
+
+    code = "upload_not_found"
+
+
 class CacheNotFound(NotFound):
     code = "cache_not_found"
 
@@ -192,6 +210,12 @@ class Conflict(MPICError):
 
 class HandleTaken(Conflict):
     code = "handle_taken"
+
+
+class UploadEnded(Conflict):
+    """The upload in parts is complete, or being completed, or was cancelled, or has expired."""
+
+    code = "upload_ended"
 
 
 class ReferenceExists(Conflict):
@@ -236,6 +260,12 @@ class VideoTooCostly(TooLarge):
     code = "video_too_costly"
 
 
+class RangeNotSatisfiable(MPICError):
+    """The range of a download begins behind the end of the file."""
+
+    status, code = 416, "range_not_satisfiable"
+
+
 class HeadersTooLarge(MPICError):
     status, code = 431, "headers_too_large"
 
@@ -267,9 +297,16 @@ class DecoderBusy(RateLimited):
 
 
 class TooManyBytes(RateLimited):
-    """The bodies of the requests under way take as much memory as they may."""
+    """The bodies of the requests under way take as much memory, or the user's uploads under way as much of the disk, as
+    they may together."""
 
     code = "too_many_bytes"
+
+
+class TooManyUploads(RateLimited):
+    """The user has as many uploads in parts under way, or the upload has as many parts, as are allowed."""
+
+    code = "too_many_uploads"
 
 
 class TooManyAtOnce(RateLimited):

@@ -235,6 +235,12 @@ def test_constraints_pin_every_direct_dependency():
     assert {normal(re.split(r"[<>=!\[; ]", d)[0]) for d in wanted} <= pinned
 
 
+def test_the_parser_of_what_strangers_send_is_no_older_than_the_one_that_is_tested():
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    [bound] = [d.partition(">=")[2] for d in dependencies if d.startswith("python-multipart")]
+    assert f"python-multipart=={bound}" in (ROOT / "constraints.txt").read_text().splitlines()
+
+
 def test_constraints_are_sorted_releases():
     lines = (ROOT / "constraints.txt").read_text().splitlines()[1:]
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines)

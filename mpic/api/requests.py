@@ -396,6 +396,43 @@ class FileChange(Strict):
         return self
 
 
+class ExpiresAfter(Strict):
+    """OpenAI's name for `ttl`."""
+
+    anchor: Literal["created_at"]
+    seconds: StrictInt = Field(ge=1)
+
+
+class UploadCreate(Strict):
+    """A file that will come in parts. The fields of OpenAI, and those of ours that `POST /v1/files` has."""
+
+    filename: StrictStr = Field(min_length=1, max_length=1024)
+    purpose: StrictStr = "user_data"
+    bytes: StrictInt = Field(ge=1, description="the number of bytes of all parts together")
+    mime_type: StrictStr | None = Field(None, description="not looked at: a file is what it decodes to")
+    expires_after: ExpiresAfter | None = None
+    handle: StrictStr | None = Field(None, description="NAME for `IMAGE#NAME` and `FILE#NAME` in prompts")
+    replace: StrictBool = Field(False, description="take the handle from another file, which is deleted")
+    split: StrictStr | SplitOptions | None = Field(
+        None, description="the way a document is cut into chunks, see `POST /v1/files`"
+    )
+    press: StrictStr | None = Field(None, description="the press that compresses it, e.g. `snapkv-50`")
+    ttl: StrictInt | None = Field(None, ge=1, description="seconds until the file expires; null: never")
+
+
+MOST_PARTS = 1000
+"""Most parts of an upload."""
+
+
+class UploadComplete(Strict):
+    """Which parts make the file, in this order."""
+
+    part_ids: Annotated[list[StrictStr], Field(min_length=1, max_length=MOST_PARTS, fail_fast=True)]
+    md5: StrictStr | None = Field(
+        None, pattern="^[0-9a-fA-F]{32}$", description="MD5 of the whole file, in hexadecimal"
+    )
+
+
 class CacheChange(Strict):
     """A new lifetime of a cache."""
 

@@ -82,6 +82,37 @@ class FileDeleted(Deleted):
     object: Literal["file"] = "file"
 
 
+# ---- uploads in parts
+
+
+class UploadPartObject(Created):
+    """A part of an upload."""
+
+    id: str
+    object: Literal["upload.part"] = "upload.part"
+    created_at: int
+    upload_id: str
+    bytes: int
+    sha256: str = Field("", description="of its bytes, in hexadecimal")
+
+
+class UploadObject(Expiring):
+    """A file that comes in parts. `file` is the result, once it is complete."""
+
+    id: str
+    object: Literal["upload"] = "upload"
+    bytes: int
+    created_at: int
+    expires_at: int | None = Field(
+        None, description="an hour after its last part; what has come is then removed"
+    )
+    filename: str
+    purpose: str
+    status: Annotated[str, one_of("pending", "completed", "cancelled", "expired")]
+    parts: tuple[UploadPartObject, ...] = Field((), description="the parts that are here, as they came")
+    file: FileObject | None = None
+
+
 # ---- caches
 
 

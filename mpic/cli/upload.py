@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from mpic.client.types import File
 
 app = command_app()
+IN_PARTS = 16 << 20
+"""A larger file is sent in parts, each of which is sent again if the connection breaks."""
 
 
 class FileOutcome(NamedTuple):
@@ -112,9 +114,13 @@ def _upload(
 
     try:
         name = unicode_name(path.name)
-        show(name, 0, path.stat().st_size)
+        show(name, 0, size := path.stat().st_size)
         sent = lambda done, total: show(name, done, total)
-        file = client.files.create(path, handle, **options, progress=sent)
+        if size > IN_PARTS:
+            upload = client.uploads.create(name, size, handle, **options)
+            file = _send_parts(client, upload.id, path, sent)
+        else:
+            file = client.files.create(path, handle, **options, progress=sent)
         if wait and file.state == "compiling":
             show(f"{name} compiling", 1, 1)
             outcome = file.outcome
@@ -127,6 +133,16 @@ def _upload(
             raise
         return FileOutcome(path, handle, error=error)
     return FileOutcome(path, handle, file)
+
+
+def _send_parts(client: MPIC, upload_id: str, path: Path, sent: Callable[[int, int], None]) -> File:
+    """Sends a file to an upload in parts, of which the server keeps nothing if that fails."""
+    try:
+        return client.uploads.send(upload_id, path, progress=sent)
+    except BaseException:
+        with suppress(MPICError):  # then it expires
+            client.uploads.cancel(upload_id)
+        raise
 
 
 @contextmanager

@@ -15,7 +15,16 @@ from mpic.client.endpoints import ApiRequest
 from mpic.client.httpx_options import client_options, http_client
 from mpic.client.io import AsyncIO, SyncIO, finish
 from mpic.client.loading import StageCallback, teller
-from mpic.client.resources import AsyncCompletions, Caches, Chat, Completions, Files, Models, References
+from mpic.client.resources import (
+    AsyncCompletions,
+    Caches,
+    Chat,
+    Completions,
+    Files,
+    Models,
+    References,
+    UploadsInParts,
+)
 from mpic.client.retry import Retry
 from mpic.client.sender import IO, Resource, Sender
 from mpic.client.sources import Sources
@@ -41,6 +50,7 @@ class Client(Resource[IO]):
         self.url = self.sender.url
         self._local = False
         self.files = Files(self.sender)
+        self.uploads = UploadsInParts(self.sender)
         self.caches = Caches(self.sender)
         self.references = References(self.sender)
         self.models = Models(self.sender)

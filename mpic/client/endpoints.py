@@ -202,9 +202,63 @@ def file_create(
     if replace:
         form["replace"] = "true"
     if split is not None:
-        form["split"] = split if isinstance(split, str) else json.dumps(dict(split))
+        form["split"] = _split_text(split)
     read, named = as_model(types.File), handle is not None
     return ApiRequest("POST", path("files"), read, form=form, upload=file, repeatable=named)
+
+
+def file_put(
+    handle: str,
+    file: Upload,
+    ttl: int | None,
+    replace: bool,
+    split: Mapping[str, Any] | str | None,
+    press: str | None,
+    purpose: str,
+) -> ApiRequest[types.File]:
+    check_seconds("ttl", ttl)
+    params = {"purpose": purpose, "filename": file.name, "replace": "true" if replace else "false"}
+    params |= given(ttl=ttl, press=press, split=_split_text(split))
+    where = path("files", handle)
+    return ApiRequest("PUT", where, as_model(types.File), params=params, upload=file, repeatable=True)
+
+
+def _split_text(split: Mapping[str, Any] | str | None) -> str | None:
+    return split if split is None or isinstance(split, str) else json.dumps(dict(split))
+
+
+# ---- uploads in parts
+
+
+def upload_create(
+    filename: str,
+    size: int,
+    handle: str | None,
+    ttl: int | None,
+    replace: bool,
+    split: Mapping[str, Any] | str | None,
+    press: str | None,
+    purpose: str,
+) -> ApiRequest[types.Upload]:
+    check_seconds("ttl", ttl)
+    body = {"filename": filename, "bytes": size, "purpose": purpose, "replace": replace}
+    body |= given(handle=handle, ttl=ttl, press=press, split=_split_text(split))
+    return ApiRequest("POST", path("uploads"), as_model(types.Upload), json=body)
+
+
+def upload_add_part(id: str, data: Upload) -> ApiRequest[types.UploadPart]:
+    """Returns a request that is repeatable, because only the parts that are named in the end count."""
+    where, read = path("uploads", id, "parts"), as_model(types.UploadPart)
+    return ApiRequest("POST", where, read, upload=data, repeatable=True)
+
+
+def upload_complete(id: str, part_ids: Sequence[str], md5: str | None) -> ApiRequest[types.Upload]:
+    where, body = path("uploads", id, "complete"), {"part_ids": list(part_ids), **given(md5=md5)}
+    return ApiRequest("POST", where, as_model(types.Upload), json=body, repeatable=True)
+
+
+def upload_cancel(id: str) -> ApiRequest[types.Upload]:
+    return ApiRequest("POST", path("uploads", id, "cancel"), as_model(types.Upload), repeatable=True)
 
 
 # ---- caches

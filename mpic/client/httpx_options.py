@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import httpx
 
 from mpic.client.endpoints import ApiRequest
+from mpic.client.sources import BodyStream
 from mpic.errors import BadRequest
 from mpic.version import VERSION
 
@@ -113,9 +114,15 @@ def request_options(request: ApiRequest[Any]) -> Iterator[dict[str, Any]]:
         options["json"] = request.json
     if request.upload is None:
         yield options
+    elif request.upload.field is None:
+        with request.upload.read() as body:
+            headers = {"Content-Type": "application/octet-stream"}
+            if body.size is not None:
+                headers["Content-Length"] = str(body.size)
+            yield {**options, "content": BodyStream(body), "headers": headers}
     else:
         with request.upload.opened() as file:
-            yield {**options, "data": request.form, "files": {"file": file}}
+            yield {**options, "data": request.form, "files": {request.upload.field: file}}
 
 
 def unsendable(request: ApiRequest[Any], error: Exception) -> BadRequest:

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, TypeVar, Unpack, overload
@@ -10,10 +13,12 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar, Unpack, overload
 from pydantic import BaseModel
 
 from mpic.api.base import ItemPage
+from mpic.api.requests import MOST_PARTS
 from mpic.api.resources import CacheList, FileList, ModelList, ReferenceList
 from mpic.client import endpoints, types
 from mpic.client.calls import call, listed
 from mpic.client.endpoints import ApiRequest, ChatOptions
+from mpic.client.errors import ClientError
 from mpic.client.io import AsyncIO, SyncIO, finish
 from mpic.client.listing import PageRequest
 from mpic.client.polling import WAIT, CompileWait
@@ -128,6 +133,31 @@ class Files(Collection[IO, types.File]):
         return await self._create(request, wait)
 
     @call
+    async def put(
+        self,
+        handle: str,
+        file: Source,
+        *,
+        ttl: int | None = None,
+        replace: bool = True,
+        split: Mapping[str, Any] | str | None = None,
+        press: str | None = None,
+        purpose: str = "user_data",
+        wait: bool | float = False,
+        progress: Progress | None = None,
+    ) -> types.File:
+        """Uploads a file under a handle, in place of the file that has it. The arguments are those of ``create``; the
+        file is the whole body of the request, and an event loop does not wait while the disk is read.
+
+        Args:
+            replace: False: another file that has the handle is not replaced, but ``HandleTaken`` raised.
+            progress: called with (bytes sent, total bytes), for ``AsyncMPIC`` on a thread.
+        """
+        upload = dataclasses.replace(self.sender.sources.upload(file, progress), field=None)
+        request = endpoints.file_put(handle, upload, ttl, replace, split, press, purpose)
+        return await self._create(request, wait)
+
+    @call
     async def content(self, id: str) -> bytes:
         """Returns the bytes of the original."""
         return await self.sender.send(endpoints.content("files", id))
@@ -141,6 +171,114 @@ class Files(Collection[IO, types.File]):
     async def rename(self, id: str, handle: str | None) -> types.File:
         """Changes the handle of a file, or removes it (None). Nothing is compiled again."""
         return await self.sender.send(endpoints.rename(id, handle))
+
+
+class UploadsInParts(Resource[IO]):
+    """Files that come in parts, so that what is lost on the way is sent again, and not all of it."""
+
+    @call
+    async def create(
+        self,
+        filename: str,
+        bytes: int,
+        handle: str | None = None,
+        *,
+        ttl: int | None = None,
+        replace: bool = False,
+        split: Mapping[str, Any] | str | None = None,
+        press: str | None = None,
+        purpose: str = "user_data",
+    ) -> types.Upload:
+        """Begins a file of so many bytes. It waits an hour for its next part.
+
+        Args:
+            filename: its name, which is only shown.
+            handle, ttl, replace, split, press: see ``files.create``.
+        """
+        request = endpoints.upload_create(filename, bytes, handle, ttl, replace, split, press, purpose)
+        return await self.sender.send(request)
+
+    @call
+    async def retrieve(self, id: str) -> types.Upload:
+        """Returns the state of an upload, with the parts that the server has."""
+        return await self.sender.send(endpoints.get(types.Upload, "uploads", id))
+
+    @call
+    async def add_part(self, id: str, data: Source, *, progress: Progress | None = None) -> types.UploadPart:
+        """Adds a part. Parts may be sent in any order and at the same time."""
+        part = dataclasses.replace(self.sender.sources.upload(data, progress), name="part", field="data")
+        return await self.sender.send(endpoints.upload_add_part(id, part))
+
+    @call
+    async def complete(self, id: str, part_ids: Sequence[str], md5: str | None = None) -> types.Upload:
+        """Makes the file of these parts, in this order; it is the ``file`` of the result.
+
+        Args:
+            md5: of the whole file, in hexadecimal; None is not checked.
+        """
+        return await self.sender.send(endpoints.upload_complete(id, part_ids, md5))
+
+    @call
+    async def cancel(self, id: str) -> types.Upload:
+        """Ends an upload and removes its parts."""
+        return await self.sender.send(endpoints.upload_cancel(id))
+
+    @call
+    async def send(
+        self,
+        id: str,
+        file: Source,
+        *,
+        part_bytes: int = 8 << 20,
+        wait: bool | float = False,
+        progress: Progress | None = None,
+    ) -> types.File:
+        """Sends a file to an upload that was begun, part by part, of which one is in memory at a time, and completes
+        it. Called again after it was interrupted, with the same ``part_bytes``, it sends only the parts that the server
+        does not have.
+
+        Args:
+            file: see ``files.create``.
+            wait: see ``files.create``.
+            progress: called with (bytes sent, total bytes) after each part.
+
+        Raises:
+            ClientError: the file has fewer bytes than was said when the upload was begun.
+            ChecksumMismatch: the server has received other bytes.
+        """
+        if part_bytes < 1:
+            raise ValueError("a part has one byte at least")
+        done = await UploadsInParts.retrieve(self, id)
+        if done.file is None:  # else it was completed, and the answer was lost
+            source, ids, whole = self.sender.sources.upload(file), [], hashlib.md5(usedforsecurity=False)
+            held = {(part.sha256, part.bytes): part.id for part in done.parts}
+            part_bytes = max(part_bytes, math.ceil(done.bytes / MOST_PARTS))
+            with source.read() as content:
+                for start in range(0, done.bytes, part_bytes):
+                    size = min(part_bytes, done.bytes - start)
+                    piece, digest = await self.sender.io.open(_next_part, content, size, start, whole)
+                    part = held.pop((digest, size), None)
+                    ids.append(part or (await UploadsInParts.add_part(self, id, piece)).id)
+                    if progress is not None:
+                        progress(start + size, done.bytes)
+            done = await UploadsInParts.complete(self, id, ids, whole.hexdigest())
+        made: Any = done.file
+        if not wait:
+            return made
+        patience = WAIT if wait is True else wait
+        return endpoints.with_outcome(await Files.wait(Files(self.sender), made.id, patience), made)
+
+
+def _next_part(content: Any, size: int, start: int, whole: Any) -> tuple[bytes, str]:
+    """Reads and hashes the next part of a file, and returns it with its SHA-256."""
+    pieces: list[bytes] = []
+    while (left := size - sum(map(len, pieces))) and (piece := content.read(left)):
+        pieces.append(piece)
+    part = b"".join(pieces)
+    if len(part) < size:
+        raise ClientError(f"the file ended after {start + len(part):,} bytes, before all was sent")
+    whole.update(part)
+    return part, hashlib.sha256(part).hexdigest()
 
 
 class Caches(Collection[IO, types.Cache]):

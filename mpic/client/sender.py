@@ -11,7 +11,7 @@ from mpic.client.errors import ClientClosed, from_response, from_transport
 from mpic.client.httpx_options import request_options, unsendable
 from mpic.client.io import AsyncIO, SyncIO
 from mpic.client.retry import Retry
-from mpic.client.sources import Sources
+from mpic.client.sources import BodyStream, Sources
 
 T = TypeVar("T")
 IO = TypeVar("IO", bound=SyncIO | AsyncIO)
@@ -45,6 +45,8 @@ class Sender(Generic[IO]):
                 with request_options(request) as options:
                     try:
                         message = http.build_request(request.method, request.path, **options)
+                        if isinstance(body := options.get("content"), BodyStream):
+                            message.stream = body  # httpx takes it for one that only ``MPIC`` can send
                     except (ValueError, httpx.InvalidURL) as exc:
                         raise unsendable(request, exc) from exc
                     outcome = await self.io.send(message, stream)

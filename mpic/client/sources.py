@@ -6,16 +6,19 @@ that passes on text of other people makes its client with ``local_files=False``,
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import mimetypes
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+import httpx
 
 from mpic.client.arguments import check_source
 from mpic.client.errors import ClientError
@@ -27,21 +30,25 @@ Progress = Callable[[int, int], None]
 Source = str | os.PathLike[str] | bytes | IO[bytes] | tuple[str, bytes | IO[bytes]]
 """A path, bytes, a binary file, or (name, bytes or binary file)."""
 
+PIECE = 256 << 10
+"""Bytes of a body that are read at a time."""
 IMAGE_URL = re.compile(r"data:image/(?:png|jpeg|webp|bmp|gif);base64,")
 """The beginning of a data URL of an image. The server decides whether it accepts GIF, and whether it is an image."""
 
 
 @dataclass(frozen=True)
 class Upload:
-    """A file of a form.
+    """A file of a form, or a whole body.
 
     Args:
         content: the content to send; a ``Path`` is opened for each attempt.
+        field: its field in the form; None: it is the body.
     """
 
     name: str
     content: Path | bytes | IO[bytes]
     progress: Progress | None = None
+    field: str | None = "file"
 
     @property
     def replayable(self) -> bool:
@@ -53,15 +60,21 @@ class Upload:
     @contextmanager
     def opened(self) -> Iterator[tuple[str, Any, str]]:
         """Yields (name, bytes or file, MIME type), as httpx needs them."""
-        name, content = self.name, self.content
-        kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
-        if isinstance(content, Path):
-            with content.open("rb") as file:
-                yield name, self._body(file), kind
-        elif isinstance(content, bytes):
-            yield name, content if self.progress is None else self._body(io.BytesIO(content)), kind
+        kind = mimetypes.guess_type(self.name)[0] or "application/octet-stream"
+        if isinstance(self.content, bytes) and self.progress is None:
+            yield self.name, self.content, kind
         else:
-            yield name, self._body(content), kind
+            with self.read() as body:
+                yield self.name, body, kind
+
+    @contextmanager
+    def read(self) -> Iterator[_Body]:
+        """Yields what is to be sent, as a file at its start."""
+        if isinstance(self.content, Path):
+            with self.content.open("rb") as file:
+                yield self._body(file)
+        else:
+            yield self._body(io.BytesIO(self.content) if isinstance(self.content, bytes) else self.content)
 
     def _body(self, file: IO[bytes]) -> _Body:
         return (_SizedBody if _seekable(file) else _Body)(file, self.progress)
@@ -86,6 +99,11 @@ class _Body:
         self._size = 0
         self._sent = 0
 
+    @property
+    def size(self) -> int | None:
+        """Its bytes; None: unknown."""
+        return None
+
     def read(self, size: int = -1) -> bytes:
         data = self._file.read(size)
         if isinstance(data, str):
@@ -103,6 +121,10 @@ class _SizedBody(_Body):
         super().__init__(file, progress)
         self._size = file.seek(0, os.SEEK_END)
         file.seek(0)
+
+    @property
+    def size(self) -> int | None:
+        return self._size
 
     def read(self, size: int = -1) -> bytes:
         """Reads no more than the size that was announced, though the file may have grown.
@@ -127,6 +149,21 @@ class _SizedBody(_Body):
         if self._sent < self._size:
             self._file.seek(self._sent)
         return self._sent
+
+
+class BodyStream(httpx.SyncByteStream, httpx.AsyncByteStream):
+    """A file as the whole body of a request, of either client. An event loop does not wait for the disk."""
+
+    def __init__(self, file: _Body) -> None:
+        self._file = file
+
+    def __iter__(self) -> Iterator[bytes]:
+        while piece := self._file.read(PIECE):
+            yield piece
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while piece := await asyncio.to_thread(self._file.read, PIECE):
+            yield piece
 
 
 def unicode_name(name: str) -> str:

@@ -32,6 +32,8 @@ from mpic.api.resources import IndexState as ReferenceIndex
 from mpic.api.resources import ModelObject as Model
 from mpic.api.resources import ReferenceFound as ReferenceHit
 from mpic.api.resources import ReferenceObject as Reference
+from mpic.api.resources import UploadObject as Upload
+from mpic.api.resources import UploadPartObject as UploadPart
 from mpic.api.savings import Savings
 
 __all__ = [
@@ -64,5 +66,7 @@ __all__ = [
     "TraceSpan",
     "TraceTimes",
     "UnlinkedHandle",
+    "Upload",
+    "UploadPart",
     "Usage",
 ]

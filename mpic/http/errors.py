@@ -14,12 +14,12 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 
 from mpic import memory
 from mpic.api.openai_fields import BY_NAME, OpenAIField
 from mpic.api.requests import WrongField
-from mpic.durable import FULL
 from mpic.errors import (
     FACT,
     BadRequest,
@@ -27,6 +27,7 @@ from mpic.errors import (
     MPICError,
     NotFound,
     OutOfMemory,
+    RangeNotSatisfiable,
     RateLimited,
     StorageFull,
     TooLarge,
@@ -52,6 +53,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnected, _client_gone)
+    app.add_exception_handler(ClientDisconnect, _client_gone)
     app.add_exception_handler(Exception, _any_error)
 
 
@@ -123,6 +125,8 @@ def _headers(error: MPICError) -> dict[str, str]:
     """Returns the headers that belong to the status."""
     if isinstance(error, Unauthorized):
         return {"WWW-Authenticate": "Bearer"}
+    if isinstance(error, RangeNotSatisfiable):
+        return {"Content-Range": f"bytes */{error.details['bytes']}"}
     if isinstance(error, RateLimited | Unavailable) and error.retry_after is not None:
         return {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
     return {}
@@ -147,11 +151,9 @@ async def _http_error(request: Request, exc: Exception) -> Response:
     """Handles Starlette's own errors: unknown routes, wrong methods, bodies that cannot be parsed."""
     assert isinstance(exc, HTTPException)
     cause = exc.__cause__  # one of our errors, if it was raised while FastAPI read the body
-    if isinstance(cause, OSError):
-        return response(as_mpic_error(_spool_error(cause)))
-    if cause is not None and (isinstance(cause, MPICError) or memory.is_exhaustion(cause)):
+    if cause is not None and (isinstance(cause, MPICError | OSError) or memory.is_exhaustion(cause)):
         return response(as_mpic_error(cause))
-    if isinstance(cause, ClientDisconnected):
+    if isinstance(cause, ClientDisconnected | ClientDisconnect):
         return await _client_gone(request, cause)
     where = f"{request.method} {cut(request.url.path)}"
     error: MPICError
@@ -168,16 +170,6 @@ async def _http_error(request: Request, exc: Exception) -> Response:
         case _:
             error = as_mpic_error(exc)
     return response(error, dict(exc.headers or {}))
-
-
-def _spool_error(error: OSError) -> Exception:
-    """Returns the error of a form whose files the folder for temporary files, where they are spooled, does not take:
-    StorageFull if it is full, any other as it is."""
-    if error.errno not in FULL:
-        return error
-    full = StorageFull("the server's folder for temporary files (TMPDIR) is full; nothing was stored")
-    full.__cause__ = error  # for the log
-    return full
 
 
 def _allowed(request: Request) -> str:

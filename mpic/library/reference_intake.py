@@ -15,7 +15,7 @@ from mpic.library.folder.layout import sidecar_of
 from mpic.library.folder.originals import Incoming
 from mpic.library.folder.sidecars import Sidecar
 from mpic.library.intake.checks import check_metadata, clean_name, identify, is_text, new_id
-from mpic.library.intake.receive import receive
+from mpic.library.intake.receive import Arriving, receive
 from mpic.library.part import LibraryPart, Storage
 from mpic.library.records import SHARED, AsyncReader, Reference, Scalar
 
@@ -26,7 +26,7 @@ SMALL = 1 << 20
 """An original of at most so many bytes is synced within the transaction, together with its sidecar, which takes less
 time in all; a larger one is synced before it."""
 
-Source = bytes | AsyncReader
+Source = bytes | AsyncReader | Arriving
 What = Literal["added", "replaced"]
 
 Commit = Callable[[dict[str, Any], Callable[[Sidecar], None]], Reference]

@@ -25,6 +25,7 @@ from mpic.library.folder.layout import sidecar_of
 from mpic.library.folder.originals import OpenOriginal
 from mpic.library.intake.checks import check_page
 from mpic.library.intake.decode import decode_image, decode_text
+from mpic.library.intake.receive import Arriving
 from mpic.library.intake.tokens import TokenCache
 from mpic.library.part import LibraryPart, Storage
 from mpic.library.records import (
@@ -68,7 +69,7 @@ class ReferenceLibrary(LibraryPart):
 
     async def add(
         self,
-        source: bytes | AsyncReader,
+        source: bytes | AsyncReader | Arriving,
         filename: str,
         *,
         title: str,
@@ -93,7 +94,7 @@ class ReferenceLibrary(LibraryPart):
     async def replace(
         self,
         id: str,
-        source: bytes | AsyncReader,
+        source: bytes | AsyncReader | Arriving,
         filename: str | None = None,
         *,
         title: str | None = None,

@@ -13,7 +13,7 @@ from mpic.errors import BadRequest, CorruptFile, HandleTaken
 from mpic.imaging.budget import on_behalf_of
 from mpic.keys import KeyLimits
 from mpic.library.catalog.file_rows import FileRows, handle_taken
-from mpic.library.folder.originals import Incoming
+from mpic.library.folder.originals import PIECE, Incoming, too_large
 from mpic.library.folder.sidecars import Sidecar
 from mpic.library.intake.checks import (
     check_life,
@@ -23,7 +23,7 @@ from mpic.library.intake.checks import (
     identify,
     new_id,
 )
-from mpic.library.intake.receive import PIECE, receive
+from mpic.library.intake.receive import Arriving, receive
 from mpic.library.part import LibraryPart, Storage
 from mpic.library.records import SHARED, AsyncReader, File, Removed, Scalar
 
@@ -91,17 +91,21 @@ class UploadIntake(LibraryPart):
         split_asked: bool,
         press: str | None,
         key: KeyLimits,
+        size: int = 1,
     ) -> Wanted:
-        """Makes the checks that are possible before a byte is read. Raises the errors of ``UploadLibrary.add``."""
+        """Makes the checks that are possible before a byte is read, of an upload that has ``size`` bytes at least.
+        Raises the errors of ``UploadLibrary.add``."""
         if not user or user == SHARED:
             raise ValueError(f"a file needs an owner, not {user!r}")
+        if size > self._limits.upload_bytes:
+            raise too_large(self._limits.upload_bytes)
         check_life("expires_after", expires_after)
         checked = check_metadata(metadata or {})
         handle = checked_handle(handle)
         if replace and handle is None:
             raise BadRequest("replace needs the handle whose file is replaced", param="replace")
         if handle is None or self._rows.by_handle(user, handle) is None:
-            self._rows.check_quota(user, 1, key=key)
+            self._rows.check_quota(user, size, key=key)
         name = clean_name(filename, self._limits)
         cut = dict(split) if split else None
         return Wanted(user, name, handle, expires_after, checked, replace, cut, split_asked, press, key)
@@ -113,7 +117,11 @@ class UploadIntake(LibraryPart):
                 incoming.write(piece)
             return self._accept(wanted, incoming)
 
-    async def receive(self, wanted: Wanted, source: AsyncReader) -> UploadOutcome:
+    def arriving(self, param: str | None) -> Arriving:
+        """Returns an upload of which no byte has arrived yet."""
+        return Arriving(self._originals, self._limits.upload_bytes, param)
+
+    async def receive(self, wanted: Wanted, source: AsyncReader | Arriving) -> UploadOutcome:
         """Does the same as ``take`` on an event loop."""
         accept = partial(self._accept, wanted)
         return await receive(self._originals, self._limits.upload_bytes, source, accept)
@@ -126,14 +134,14 @@ class UploadIntake(LibraryPart):
         if kept is not None:
             return kept
         file = self._describe(wanted, incoming, now, expires_at)
-        before = (
-            self._rows.by_handle(wanted.owner, wanted.handle) if wanted.replace and wanted.handle else None
+        may_replace = lambda old: wanted.replace or (old.sha256 == file.sha256 and not self._intact(old))
+        before = self._rows.by_handle(wanted.owner, wanted.handle) if wanted.handle else None
+        replaces = before.id if before and may_replace(before) else ""
+        self._originals.publish(
+            [(incoming, file.path)], Sidecar.of("file", self._rows.values(file), replaces=replaces)
         )
-        sidecar = Sidecar.of("file", self._rows.values(file), replaces=before.id if before else "")
-        self._originals.publish([(incoming, file.path)], sidecar)
-        damaged = lambda old: old.sha256 == file.sha256 and not self._intact(old)
         try:
-            old = self._rows.insert(file, lambda old: wanted.replace or damaged(old), wanted.key)
+            old = self._rows.insert(file, may_replace, wanted.key)
         except BaseException as error:
             self._originals.remove([file.path])
             kept = self._unchanged(wanted, incoming, expires_at) if isinstance(error, HandleTaken) else None

@@ -20,6 +20,7 @@ from mpic.library.folder.originals import OpenOriginal
 from mpic.library.inline import InlineChunks
 from mpic.library.intake.checks import check_life, check_page, checked_handle
 from mpic.library.intake.decode import decode_clip, decode_image, decode_text
+from mpic.library.intake.receive import Arriving
 from mpic.library.intake.tokens import TokenCache
 from mpic.library.part import Storage
 from mpic.library.records import AsyncReader, File, FilePage, Removed, Scalar, State, Tokenize
@@ -88,10 +89,38 @@ class UploadLibrary(InlineChunks):
         )
         return self._intake.take(wanted, source).file
 
+    def arriving(self, param: str | None = "file") -> Arriving:
+        """Returns an upload of anybody, to which the bytes are written as they come in, for ``upload`` or for a
+        reference. The caller closes it in the end.
+
+        Args:
+            param: the field of the request that it is in; None: it is the whole body.
+        """
+        return self._intake.arriving(param)
+
+    def admit(
+        self,
+        user: str,
+        size: int,
+        filename: str,
+        handle: str | None = None,
+        expires_after: int | None = None,
+        replace: bool = False,
+        split: Mapping[str, Any] | None = None,
+        split_asked: bool = False,
+        press: str | None = None,
+        key: KeyLimits = NO_KEY,
+    ) -> None:
+        """Makes the checks of ``upload`` that are possible before any of its ``size`` bytes has come. Raises as
+        ``add``."""
+        self._intake.admit(
+            user, filename, handle, expires_after, None, replace, split, split_asked, press, key, size
+        )
+
     async def upload(
         self,
         user: str,
-        source: AsyncReader,
+        source: AsyncReader | Arriving,
         filename: str,
         handle: str | None = None,
         expires_after: int | None = None,

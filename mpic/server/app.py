@@ -27,13 +27,14 @@ from mpic.server import docs
 from mpic.server.auth import Authenticate
 from mpic.server.background import BackgroundJobs
 from mpic.server.cutting import cut_document
-from mpic.server.forms import FormCharset, UploadsUnderWay
+from mpic.server.forms import FormCharset
 from mpic.server.guard import BodyLimit, CookieFilter, HostGuard
 from mpic.server.metrics import Metrics, ResponseCounter
-from mpic.server.routers import caches, chat, files, health, metrics, models, references, savings
+from mpic.server.routers import caches, chat, files, health, metrics, models, references, savings, uploads
 from mpic.server.savings import SavingsLedger
 from mpic.server.state import State
 from mpic.server.thread_pools import DiskProbe
+from mpic.server.uploads import PartedUploads, UploadsUnderWay
 from mpic.version import VERSION
 from mpic.webui.visitors import COOKIE, COOKIE_VALUE
 
@@ -51,6 +52,7 @@ UPLOADS = 8
 ROUTERS = (
     chat.router,
     files.router,
+    uploads.router,
     caches.router,
     references.router,
     savings.router,
@@ -98,7 +100,7 @@ def create_app(
     retriever = Retriever(library, embedder, search.duplicates)
     ledger = SavingsLedger(library.root, engine.info.digest)
     probe = DiskProbe(library.probe)
-    uploads = UploadsUnderWay(UPLOADS * config.library.upload_bytes, tempfile.gettempdir(), library.root)
+    under_way = UploadsUnderWay(UPLOADS * config.library.upload_bytes, tempfile.gettempdir(), library.root)
     app.state.mpic = State(
         engine,
         library,
@@ -110,14 +112,16 @@ def create_app(
         retriever,
         ledger,
         probe,
-        uploads,
+        under_way,
+        PartedUploads(under_way, library.clock),
     )
     app.router.routes.extend(_routes())
     app.add_api_route("/", _home, include_in_schema=False)
     app.add_api_route("/docs", _docs, include_in_schema=False)
     errors.install(app)
     app.add_middleware(FormCharset)
-    app.add_middleware(BodyLimit, uploads=config.library.upload_bytes, other=config.server.max_body_bytes)
+    largest = {"uploads": config.library.upload_bytes, "other": config.server.max_body_bytes}
+    app.add_middleware(BodyLimit, under_way=under_way, **largest)
     reachable = not is_loopback(config.server.host)
     app.add_middleware(Authenticate, keys=keys, rates=app.state.mpic.rates, always=reachable)
     allowed = origins(config.server)
@@ -130,7 +134,7 @@ def create_app(
             allow_origins=allowed,
             allow_methods=["GET", "POST", "PUT", "PATCH", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["Retry-After", "Content-Disposition"],
+            expose_headers=["Retry-After", "Content-Disposition", "Content-Range", "ETag"],
             max_age=3600,
         )
     app.add_middleware(CookieFilter, name=COOKIE, value=COOKIE_VALUE)  # before the web interface, too
@@ -156,6 +160,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         closing.push_async_callback(_on_own_thread, state.library.close)
         closing.push_async_callback(_on_own_thread, state.savings.flush)
         closing.push_async_callback(_on_own_thread, state.retriever.close)
+        closing.callback(state.parted.close)
         closing.push_async_callback(app.state.background.stop)
         closing.push_async_callback(app.state.page.close)
         # while compilations are still waited for

@@ -66,6 +66,7 @@ class BackgroundJobs:
         self.library = state.library
         self.engine = state.engine
         self.savings = state.savings
+        self._parted = state.parted
         self._threads = state.pools.background
         self.wrapping = parse_policy(state.config.engine.policy).wrapping
         self._press = state.config.engine.press
@@ -200,6 +201,7 @@ class BackgroundJobs:
 
     async def _expire(self) -> None:
         while True:
+            self._parted.expire()
             try:
                 await run_in_threadpool(self._collect)
             except Exception:

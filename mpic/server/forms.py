@@ -6,31 +6,28 @@ client names. Here the client has no choice, and all texts of a form have one bo
 
 from __future__ import annotations
 
-import asyncio
 import re
-import shutil
-from collections import Counter
 from collections.abc import Callable
-from contextlib import aclosing, suppress
-from os import PathLike
+from contextlib import aclosing
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
 from python_multipart.multipart import parse_options_header
-from starlette.datastructures import FormData, Headers
+from starlette.datastructures import FormData, Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mpic.errors import BadRequest, TooLarge, TooManyBytes, cut
+from mpic.errors import BadRequest, TooLarge, cut
 from mpic.http import errors
+from mpic.library.intake.receive import Arriving
 
 MULTIPART, URLENCODED = b"multipart/form-data", b"application/x-www-form-urlencoded"
 UTF_8 = frozenset({b"utf-8", b"utf8"})
 MAX_FILES, MAX_FIELDS = 1, 32
-"""Most files and other fields of an upload's form. A file takes a descriptor once it is spooled to disk, and one for
-each connection is counted on (``descriptors.PER_CONNECTION``). No route knows as many fields: this is so that a refusal
-can still name an unknown one."""
+"""Most files and other fields of an upload's form. A file takes a descriptor as it arrives, and one for each connection
+is counted on (``descriptors.PER_CONNECTION``). No route knows as many fields: this is so that a refusal can still name
+an unknown one."""
 EXTENDED_NAME = re.compile(
     rb""""(?:\\.|[^"\\])*+"?|;\s*filename\*\s*=\s*"?(?P<charset>[\w-]*)'[\w-]*'(?P<name>[^;"\s]++)""",
     re.IGNORECASE | re.DOTALL,
@@ -40,38 +37,6 @@ TEXT_BYTES = 1 << 19
 """Bytes that all texts of an upload's form may take together. They are in memory until the answer has ended, with up to
 four times as many bytes if they are not ASCII. The largest metadata takes some 410 KiB if its JSON escapes every
 character as two halves of a pair."""
-
-
-class UploadsUnderWay:
-    """Counts the bytes of uploads that are being received or checked, by user. They are in temporary files, so that
-    nobody's quota holds them yet. It lives on the server's event loop.
-
-    Args:
-        most: bytes that one user's uploads may take together, unless they are one.
-        folders: folders whose disks hold them; a user's uploads may take a quarter of what is free there.
-    """
-
-    def __init__(self, most: int, *folders: str | PathLike[str]) -> None:
-        self._most, self._folders = most, folders
-        self._bytes: Counter[str] = Counter()
-
-    def room(self) -> int:
-        """Returns the bytes that one user's uploads may take now."""
-        room = self._most
-        for folder in self._folders:
-            with suppress(FileNotFoundError):  # it was removed: whoever writes to it says so
-                room = min(room, shutil.disk_usage(folder).free // 4)
-        return room
-
-    def bytes_of(self, user: str) -> int:
-        """Returns the bytes that a user's uploads take."""
-        return self._bytes[user]
-
-    def add(self, user: str, size: int) -> None:
-        """Counts bytes, or with a negative size no longer."""
-        self._bytes[user] += size
-        if not self._bytes[user]:
-            del self._bytes[user]
 
 
 class FormCharset:
@@ -98,52 +63,46 @@ class FormCharset:
         return BadRequest(f"the charset of a form is utf-8, not {named!r}", param="Content-Type")
 
 
-async def read_form(request: Request, uploads: UploadsUnderWay, counted: Callable[[int], None]) -> FormData:
-    """Reads the form of an upload. A body of another kind gives an empty one, in which validation then misses the file.
+async def read_form(request: Request, arriving: Callable[[str], Arriving]) -> FormData:
+    """Reads the form of an upload, whose file is written as it arrives. A body of another kind gives an empty one, in
+    which validation then misses the file.
 
     Args:
-        uploads: the uploads under way.
-        counted: called with the bytes that were added to them for this form.
+        arriving: name of the field -> an upload of which no byte has arrived yet.
 
     Raises:
-        TooManyBytes: the user's uploads under way take as much as they may.
         BadRequest: it is malformed, or is no multipart form, or it has too many files or fields, or a text that is not
             UTF-8.
-        TooLarge: its texts take more than ``TEXT_BYTES``.
+        TooLarge: its texts take more than ``TEXT_BYTES``, or its file is larger than an upload may be.
+        StorageFull, LibraryGone: its file cannot be stored.
     """
     kind, _ = parse_options_header(request.headers.get("content-type"))
     if kind == URLENCODED:
         raise BadRequest("file is required, in a form that is sent as multipart/form-data", param="file")
     if kind != MULTIPART:
         return FormData()
-    user, room = request.state.user.id, await asyncio.to_thread(uploads.room)
-
-    def count(size: int) -> None:
-        others = uploads.bytes_of(user) > parser.file_bytes
-        if others and uploads.bytes_of(user) + size > room:
-            raise TooManyBytes(
-                f"your uploads under way may take {room:,} bytes together; try again when some have ended",
-                retry_after=2.0,
-            )
-        uploads.add(user, size)
-        counted(size)
-
     async with aclosing(request.stream()) as stream:
-        parser = _UploadParser(
-            count,
-            request.headers,
-            stream,
-            max_files=MAX_FILES,
-            max_fields=MAX_FIELDS,
-            max_part_size=TEXT_BYTES,
-        )
+        bounds = {"max_files": MAX_FILES, "max_fields": MAX_FIELDS, "max_part_size": TEXT_BYTES}
         try:
-            return await parser.parse()
+            return await _UploadParser(arriving, request.headers, stream, **bounds).parse()
         except MultiPartException as error:
             why = error.message
             if why.startswith("Too many files"):
-                why = "a form has one file, in the field 'file'; all other fields are texts"
+                why = "a form has one file; all other fields are texts"
             raise BadRequest(why) from error
+
+
+class FormFile(UploadFile):
+    """A file of a form. Its ``file`` is ``Arriving``: the library has what has arrived."""
+
+    async def write(self, data: bytes) -> None:
+        await self.file.write(data)
+
+    async def seek(self, offset: int) -> None:
+        """Does nothing: the library reads it."""
+
+    async def close(self) -> None:
+        self.file.close()
 
 
 def _with_plain_name(disposition: bytes) -> bytes:
@@ -159,21 +118,26 @@ def _with_plain_name(disposition: bytes) -> bytes:
 
 
 class _UploadParser(MultiPartParser):
-    """Starlette's parser, which counts the bytes of files, with a bound on all texts of a form together, each of which
-    has to be UTF-8. Names of files that are not are read as Latin-1, as Starlette does: they are what a file happens to
-    be called. ``filename*`` counts too: clients send it for names that are not ASCII, although RFC 7578 wants none.
+    """Starlette's parser, which gives the bytes of files to the library, with a bound on all texts of a form together,
+    each of which has to be UTF-8. Names of files that are not are read as Latin-1, as Starlette does: they are what a
+    file happens to be called. ``filename*`` counts too: clients send it for names that are not ASCII, although RFC 7578
+    wants none.
     """
 
-    def __init__(self, count: Callable[[int], None], *args: Any, **options: Any) -> None:
+    def __init__(self, arriving: Callable[[str], Arriving], *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._count = count
-        self._text_bytes = self.file_bytes = 0
+        self._arriving = arriving
+        self._text_bytes = 0
 
     def on_headers_finished(self) -> None:
         part = self._current_part
         if part.content_disposition is not None:
             part.content_disposition = _with_plain_name(part.content_disposition)
         super().on_headers_finished()
+        if part.file is not None:
+            arriving = self._arriving(cut(part.field_name))
+            part.file = FormFile(arriving, filename=part.file.filename, headers=part.file.headers)
+            self._files_to_close_on_error.append(arriving)
 
     def on_part_data(self, data: bytes, start: int, end: int) -> None:
         if self._current_part.file is None:
@@ -182,9 +146,6 @@ class _UploadParser(MultiPartParser):
                 raise TooLarge(
                     f"the texts of a form may take {TEXT_BYTES:,} bytes together", limit_bytes=TEXT_BYTES
                 )
-        else:
-            self._count(end - start)
-            self.file_bytes += end - start
         super().on_part_data(data, start, end)
 
     def on_part_end(self) -> None:

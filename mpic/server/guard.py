@@ -16,6 +16,7 @@ from mpic.errors import Forbidden, KeysNeeded, MPICError, TooLarge, TooManyBytes
 from mpic.http import errors
 from mpic.http.hosts import host_name, is_address, is_loopback
 from mpic.keys import KeyStore
+from mpic.server.uploads import UploadsUnderWay
 
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 PROXIED = re.compile(
@@ -23,7 +24,9 @@ PROXIED = re.compile(
     "|true-client-ip|cf-(?:connecting-ip|ray|visitor)|cdn-loop|fastly-client-ip"
 )
 """Fields that proxies add to a request: those of RFC 9110 and 7239, and those of common programs and services."""
-UPLOADS = re.compile("POST (/v1/(files|references)/?|/ui/gradio_api/upload)|PUT /v1/references/[^/]+/?")
+UPLOADS = re.compile(
+    "POST (/v1/(files|references|uploads/[^/]+/parts)/?|/ui/gradio_api/upload)|PUT /v1/(files|references)/[^/]+/?"
+)
 MULTIPART_SLACK = 1 << 20  # boundaries and the other form fields
 OPEN_BYTES = 64 << 10
 """Largest body of a request without a key. The only such body is the form of a login."""
@@ -137,16 +140,21 @@ BODIES = 16
 class BodyLimit:
     """Refuses bodies over a size, by Content-Length before reading and by count while reading, and further bodies while
     those of the requests under way take ``BODIES`` times ``other``: a body is in memory until its answer has ended.
-    Uploads do not count: their files are on the disk, and ``forms.TEXT_BYTES`` bounds what else they hold.
+    Uploads do not count: their files are on the disk, where ``under_way`` counts them until their answer has ended, and
+    ``forms.TEXT_BYTES`` bounds what else they hold.
 
     Args:
+        under_way: the uploads of all users.
         uploads: largest file of an upload (``UPLOADS``), whose form may be a little larger.
         other: limit of every other request.
         open: limit of requests without a user.
     """
 
-    def __init__(self, app: ASGIApp, uploads: int, other: int, open: int = OPEN_BYTES) -> None:
+    def __init__(
+        self, app: ASGIApp, under_way: UploadsUnderWay, uploads: int, other: int, open: int = OPEN_BYTES
+    ) -> None:
         self.app = app
+        self.under_way = under_way
         self.uploads = uploads
         self.other = other
         self.open = open
@@ -155,15 +163,16 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        limit, upload = self.other, UPLOADS.fullmatch(f"{scope['method']} {scope['path']}")
-        if upload:
-            limit = self.uploads + MULTIPART_SLACK
-        if {"user", "visitor"}.isdisjoint(scope.get("state", ())):
+        limit, state = self.other, scope.get("state", {})
+        user = state["user"].id if "user" in state else state["visitor"].user if "visitor" in state else None
+        upload = None
+        if UPLOADS.fullmatch(f"{scope['method']} {scope['path']}"):
+            limit, upload = self.uploads + MULTIPART_SLACK, self.under_way.of(user or "")
+        if user is None:
             limit = min(limit, self.open)
         declared = Headers(scope=scope).get("content-length", "0")
         if declared.isdecimal() and int(declared) > limit:
             return await errors.response(_too_large(limit))(scope, receive, send)
-        user = getattr(scope.get("state", {}).get("user"), "id", None)
         seen = 0
 
         async def counted() -> Message:
@@ -171,19 +180,25 @@ class BodyLimit:
             message = await receive()
             size = len(message.get("body", b""))
             seen += size
-            self._held[user] += 0 if upload else size
+            if upload is None:
+                self._held[user] += size
             if seen > limit:
                 raise _too_large(limit)
-            if not upload and size:
+            if size and upload is not None:
+                await upload.add(size)
+            elif size:
                 self._check_memory(user)
             return message
 
         try:
             await self.app(scope, counted, send)
         finally:
-            self._held[user] -= 0 if upload else seen
-            if not self._held[user]:
-                del self._held[user]
+            if upload is not None:
+                upload.end()
+            else:
+                self._held[user] -= seen
+                if not self._held[user]:
+                    del self._held[user]
 
     def _check_memory(self, user: str | None) -> None:
         """Raises TooManyBytes if the bodies of all requests, or of one user's, take more memory than they may."""

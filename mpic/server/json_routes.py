@@ -43,7 +43,6 @@ def is_quick(body: bytes | bytearray) -> bool:
 
 class _JsonRequest(Request):
     route: JSONRoute
-    _uploaded = 0
 
     async def body(self) -> bytearray:  # type: ignore[override]
         """Reads the body into one growing buffer; joining the pieces at the end would hold up the event loop."""
@@ -68,17 +67,8 @@ class _JsonRequest(Request):
     async def form(self) -> FormData:  # type: ignore[override]
         """Returns the form of an upload, see ``read_form``."""
         if self._form is None:
-            self._form = await read_form(self, self.app.state.mpic.uploads, self._count)
+            self._form = await read_form(self, self.app.state.mpic.library.files.arriving)
         return self._form
-
-    def _count(self, size: int) -> None:
-        self._uploaded += size
-
-    def forget_upload(self) -> None:
-        """Ends the counting of this request's upload, whose temporary file is gone."""
-        if self._uploaded:
-            self.app.state.mpic.uploads.add(self.state.user.id, -self._uploaded)
-            self._uploaded = 0
 
 
 class JSONRoute(APIRoute):
@@ -90,10 +80,7 @@ class JSONRoute(APIRoute):
         async def handler(request: Request) -> Response:
             reading = _JsonRequest(request.scope, request.receive)
             reading.route = self
-            try:
-                return await handle(reading)
-            finally:
-                reading.forget_upload()
+            return await handle(reading)
 
         return handler
 

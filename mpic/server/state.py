@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from mpic.library import Library
     from mpic.prompt import ChatTemplate
     from mpic.retriever import Retriever
-    from mpic.server.forms import UploadsUnderWay
     from mpic.server.metrics import Metrics
     from mpic.server.savings import SavingsLedger
+    from mpic.server.uploads import PartedUploads, UploadsUnderWay
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class State:
         probe: checks the library's disk.
         pools: threads for work that may take long.
         uploads: counts the bytes of uploads under way.
+        parted: uploads in parts.
         rates: counts the requests of keys.
     """
 
@@ -45,6 +46,7 @@ class State:
     savings: SavingsLedger
     probe: DiskProbe
     uploads: UploadsUnderWay
+    parted: PartedUploads
     pools: ThreadPools = field(default_factory=ThreadPools)
     rates: KeyRates = field(default_factory=KeyRates)
 

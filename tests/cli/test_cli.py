@@ -9,13 +9,14 @@ import subprocess
 import sys
 from unittest.mock import Mock
 
+import httpx
 import pytest
 from server_helpers import png
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from mpic import cli
-from mpic.cli import common
+from mpic.cli import common, upload
 from mpic.errors import BadRequest
 from mpic.handles import is_handle, of_file
 from mpic.library import Library
@@ -162,6 +163,24 @@ def test_upload_list_chat_delete(mpic, pictures, url):
     assert status == 1 and "[file_not_found]" in err
     status, _, err = mpic("chat", "-m", question, "--url", url)
     assert status == 0 and "FILE#NOTES stayed text: no file with the handle 'NOTES'" in " ".join(err.split())
+
+
+def test_a_large_file_is_uploaded_in_parts_of_which_a_failure_leaves_none(mpic, tmp_path, url, monkeypatch):
+    made, send = [], upload._send_parts
+    monkeypatch.setattr(upload, "IN_PARTS", 1000)
+    monkeypatch.setattr(
+        upload, "_send_parts", lambda client, id, *rest: made.append(id) or send(client, id, *rest)
+    )
+    path = tmp_path / "large.txt"
+    path.write_bytes(b"words of a text\n" * 100)
+    status, out, _ = mpic("upload", path, "--url", url, "--ttl", "600", "--no-wait", "--json")
+    [file] = json.loads(out)
+    assert status == 0 and (file["outcome"], file["handle"], file["bytes"]) == ("created", "LARGE", 1600)
+    path.write_bytes(b"\xff" * 1600)
+    status, _, err = mpic("upload", path, "--handle", "BAD", "--url", url)
+    assert status == 1 and "[invalid_text]" in err
+    found = [httpx.get(f"{url}/v1/uploads/{id}").json()["status"] for id in made]
+    assert found == ["completed", "cancelled"]
 
 
 def test_an_upload_may_be_repeated(mpic, pictures, url):

@@ -2,6 +2,7 @@
 
 import inspect
 import io
+import os
 import tempfile
 import threading
 import time
@@ -22,6 +23,71 @@ def image(client):
     file = client.files.create(("red.png", png()), f"SDK{time.monotonic_ns()}", wait=True)
     yield file
     client.files.delete(file.id)
+
+
+class Watched(io.BytesIO):
+    """A file that remembers how much is read of it at a time, and that breaks at a place."""
+
+    def __init__(self, data, breaks=None):
+        super().__init__(data)
+        self.most, self.breaks = 0, breaks
+
+    def read(self, size=-1):
+        if self.breaks is not None and self.tell() >= self.breaks:
+            raise OSError("the disk is gone")
+        data = super().read(size)
+        self.most = max(self.most, len(data))
+        return data
+
+
+def test_a_file_is_put_under_a_handle_and_never_read_as_a_whole(client, tmp_path):
+    told, handle, words = [], f"PUT{time.monotonic_ns()}", b"words of a text\n" * 50_000
+    source = Watched(words)
+    made = client.files.put(handle, ("w.md", source), split="none", progress=lambda *at: told.append(at))
+    assert (made.outcome, made.handle, made.filename, made.bytes) == ("created", handle, "w.md", len(words))
+    assert told[-1] == (len(words), len(words)) and len(told) > 3 and source.most <= 256 << 10
+    assert client.files.put(handle, ("w.md", words), split="none").outcome == "unchanged"
+    path = tmp_path / "notes.txt"
+    path.write_bytes(b"other words")
+    assert client.files.put(handle, path, ttl=60, wait=True).outcome == "replaced"
+    with pytest.raises(mpic.HandleTaken):
+        client.files.put(handle, b"third words", replace=False)
+    with pytest.raises(mpic.BadRequest, match="handle"):
+        client.files.put("no handle", b"words")
+    [file] = [file for file in client.files.list() if file.handle == handle]
+    client.files.delete(file.id)
+
+
+def test_a_file_in_parts_that_was_interrupted_goes_on_where_it_was(client):
+    told, words = [], os.urandom(300_000).hex().encode()
+    handle = f"PARTS{time.monotonic_ns()}"
+    begun = client.uploads.create("w.txt", len(words), handle, ttl=600, split={"mode": "fixed", "tokens": 64})
+    assert (begun.status, begun.parts) == ("pending", ())
+    with pytest.raises(OSError, match="disk is gone"):
+        client.uploads.send(begun.id, Watched(words, 200_000), part_bytes=100_000)
+    there = client.uploads.retrieve(begun.id).parts
+    assert [part.bytes for part in there] == [100_000] * 2
+    source = Watched(words)
+    made = client.uploads.send(begun.id, source, part_bytes=100_000, progress=lambda *at: told.append(at))
+    assert source.most <= 100_000 and told == [(at, len(words)) for at in range(100_000, 600_001, 100_000)]
+    assert (made.outcome, made.handle, made.bytes) == ("created", handle, len(words))
+    assert client.files.content(made.id) == words
+    assert client.uploads.send(begun.id, source).id == made.id  # the answer of the first was lost
+    client.files.delete(made.id)
+
+
+def test_what_an_upload_in_parts_refuses_is_an_error_of_the_sdk(client):
+    begun = client.uploads.create("w.txt", 10)
+    with pytest.raises(mpic.ClientError, match="ended after 9 bytes"):
+        client.uploads.send(begun.id, b"123456789", part_bytes=4)
+    part = client.uploads.add_part(begun.id, b"0123456789")
+    with pytest.raises(mpic.errors.ChecksumMismatch):
+        client.uploads.complete(begun.id, [part.id], "0" * 32)
+    assert client.uploads.cancel(begun.id).status == "cancelled"
+    with pytest.raises(mpic.errors.UploadEnded):
+        client.uploads.add_part(begun.id, b"0")
+    with pytest.raises(ValueError, match="one byte"):
+        client.uploads.send(begun.id, b"x", part_bytes=0)
 
 
 def test_a_file_from_upload_to_deletion(client, tmp_path):

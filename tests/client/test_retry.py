@@ -150,6 +150,20 @@ def test_an_upload_with_a_handle_may_be_sent_twice(ask):
     assert ask(script, lambda c: c.files.create(b"abc", "H"))[0].id == "file-1" and len(script.bodies) == 2
 
 
+@pytest.mark.parametrize("broken", [httpx.ReadError, httpx.WriteError])
+def test_a_put_and_a_part_may_be_sent_twice_and_are_read_again_from_their_start(ask, broken, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"the whole text")
+    part = {"id": "part_1", "created_at": 1, "upload_id": "upload_1", "bytes": 14}
+    for work, answer in (
+        (lambda c: c.files.put("H", path), file),
+        (lambda c: c.uploads.add_part("upload_1", path), lambda: httpx.Response(200, json=part)),
+    ):
+        script = Script(broken, answer)
+        ask(script, work)
+        assert [b"the whole text" in body for body in script.bodies] == [True, True]
+
+
 def test_an_answer_that_is_late_is_not_asked_for_again(ask):
     with pytest.raises(mpic.TimedOut):
         ask(Script(httpx.ReadTimeout), lambda c: c.files.retrieve("file-1"))

@@ -132,6 +132,29 @@ def test_what_a_killed_server_leaves_is_mended_and_is_no_damage(tmp_path, what):
     assert at > 1 and held == {before, frozenset(after)} - ({before} if what == "delete" else set())
 
 
+def test_whenever_the_mending_of_a_damaged_upload_is_killed_the_file_that_has_the_handle_is_the_only_one(
+    tmp_path,
+):
+    held, finished, at = [], False, 0
+    while not finished:
+        root, files = tmp_path / f"{at}", CrashingFiles(10**9)
+        library = Library.open(root, filesystem=files)
+        old = library.files.add("ann", b"some text", "t.txt", "T")
+        old.path.write_bytes(b"damaged !")
+        files.at = files.changes + at
+        try:
+            library.files.add("ann", b"some text", "t.txt", "T")
+            finished = True
+        except Crash:
+            at += 1
+        kill(library)
+        with Library.open(root) as library:
+            [file] = library.files.page("ann").files
+            assert file.handle == "T"
+            held.append(file.id != old.id)
+    assert held[0] is False and held[-1] is True and held == sorted(held)
+
+
 def test_a_check_of_a_library_with_damage_ends_with_1(library):
     file = library.files.add("ann", b"some text", "t.txt")
     file.path.write_bytes(b"other text")

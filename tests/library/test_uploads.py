@@ -2,6 +2,7 @@
 
 import io
 import threading
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -280,3 +281,16 @@ def test_what_keeps_one_users_expired_files_keeps_nobody_elses(library, clock, m
         with pytest.raises(OSError, match="Input/output"):
             library.files.collect_expired()
     assert [removed.file.owner for removed in library.files.collect_expired()] == ["ann"]
+
+
+def test_an_original_that_is_read_is_in_memory_once(library):
+    """Also while an upload is checked, which eight clients may wait for."""
+    size = 8 << 20
+    tracemalloc.start()
+    with library.files._originals.incoming(size) as incoming:
+        incoming.write(b"\n" * size)
+        tracemalloc.reset_peak()  # of what was written
+        assert len(incoming.content()) == size and incoming.head(7) == b"\n" * 7
+        peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.5 * size

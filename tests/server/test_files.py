@@ -137,6 +137,79 @@ async def test_a_download_that_its_client_leaves_closes_the_file(server):
     await wait_until(lambda: open_originals(server) == before)
 
 
+RANGES = {
+    "bytes=0-0": (206, "0-0"),
+    "bytes=2-5": (206, "2-5"),
+    "bytes=7-": (206, "7-9"),
+    "bytes=7-4711": (206, "7-9"),
+    "Bytes = 2-5": (206, "2-5"),
+    "bytes=-3": (206, "7-9"),
+    "bytes=-4711": (206, "0-9"),
+    "bytes=10-": (416, "*/10"),
+    "bytes=4711-4712": (416, "*/10"),
+    "bytes=-0": (416, "*/10"),
+    "bytes=5-2": (200, None),
+    "bytes=-": (200, None),
+    "bytes=a-b": (200, None),
+    "bytes=--3": (200, None),
+    "bytes=0-1,4-5": (200, None),
+    "bytes=" + "9" * 5000 + "-": (200, None),
+    "lines=0-1": (200, None),
+    "": (200, None),
+}
+
+
+@pytest.mark.parametrize("kind", ["files", "references"])
+@pytest.mark.parametrize("asked", RANGES, ids=range(len(RANGES)))
+async def test_a_download_may_be_of_one_range(server, kind, asked):
+    """What is no single range of bytes is not looked at, as RFC 9110 (section 14.2) has it."""
+    made = (await server.http.post(f"/v1/{kind}", files={"file": ("t.txt", b"0123456789")})).json()
+    answer = await server.http.get(f"/v1/{kind}/{made['id']}/content", headers={"Range": asked})
+    status, span = RANGES[asked]
+    assert answer.status_code == status
+    if status == 416:
+        assert refused_field(answer) == (416, "range_not_satisfiable", "Range")
+        assert answer.headers["content-range"] == f"bytes {span}"
+    elif status == 206:
+        assert answer.headers["content-range"] == f"bytes {span}/10"
+        first, last = map(int, span.split("-"))
+        assert answer.content == b"0123456789"[first : last + 1]
+        assert answer.headers["content-length"] == str(len(answer.content))
+    else:
+        assert answer.content == b"0123456789" and "content-range" not in answer.headers
+    assert status == 416 or answer.headers["accept-ranges"] == "bytes"
+
+
+@pytest.mark.parametrize("kind", ["files", "references"])
+async def test_the_tag_of_a_download_is_its_hash_and_spares_who_has_it(server, kind):
+    made = (await server.http.post(f"/v1/{kind}", files={"file": ("t.txt", b"0123456789")})).json()
+    path, tag = f"/v1/{kind}/{made['id']}/content", f'"{hashlib.sha256(b"0123456789").hexdigest()}"'
+    ask = lambda method="GET", **headers: server.http.request(
+        method, path, headers={name.replace("_", "-"): value for name, value in headers.items()}
+    )
+    whole, head = await ask(), await ask("HEAD", Range="bytes=0-1")
+    assert whole.headers["etag"] == head.headers["etag"] == tag
+    assert head.status_code == 200 and head.content == b""
+    names = ("content-length", "content-type", "content-disposition", "accept-ranges")
+    assert [head.headers[name] for name in names] == [whole.headers[name] for name in names]
+    for held in (tag, f"W/{tag}", f'"other, {tag[1:]}, "x", {tag}', "*"):
+        answer = await ask(If_None_Match=held)
+        assert (answer.status_code, answer.content, answer.headers["etag"]) == (304, b"", tag), held
+    assert (await ask("HEAD", If_None_Match=tag)).status_code == 304
+    assert (await ask(If_None_Match='"another"')).content == b"0123456789"
+    for held, content in {tag: b"01", f"W/{tag}": b"0123456789", '"another"': b"0123456789"}.items():
+        answer = await ask(Range="bytes=0-1", If_Range=held)
+        assert (answer.status_code, answer.content) == (206 if content == b"01" else 200, content), held
+
+
+async def test_a_damaged_original_is_not_sent_in_ranges_either(server):
+    made = (await server.upload(b"0123456789", "t.txt")).json()
+    path = server.library.files.get("local", made["id"]).path
+    path.write_bytes(b"012345678x")
+    answer = await server.http.get(f"/v1/files/{made['id']}/content", headers={"Range": "bytes=0-1"})
+    assert refusal(answer) == (500, "corrupt_file")
+
+
 def open_originals(server):
     """The paths of the originals that this process has open."""
     names = []

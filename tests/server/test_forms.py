@@ -3,19 +3,22 @@
 import asyncio
 import codecs
 import encodings
+import errno
 import json
 import logging
+import os
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from fake_engine import FakeEngine
 from server_helpers import fake_server, png, post_raw, refusal, wait_until
-from starlette import formparsers
 
 from mpic.library.intake.checks import METADATA_KEY_CHARS, METADATA_KEYS, METADATA_VALUE_CHARS
 from mpic.library.reference_intake import DESCRIPTION_CHARS, TITLE_CHARS
-from mpic.server.forms import MAX_FIELDS, TEXT_BYTES, UploadsUnderWay
+from mpic.server.forms import MAX_FIELDS, TEXT_BYTES
 from mpic.server.guard import OPEN_BYTES
+from mpic.server.uploads import UploadsUnderWay
 
 FORM = "multipart/form-data; boundary=x"
 PART = b"--x\r\nContent-Disposition: form-data; name="
@@ -158,44 +161,43 @@ async def test_a_malformed_extended_name_is_no_name(server, odd):
 # ---- uploads under way
 
 
-def unfinished(server, size, ended):
+def unfinished(server, size, ended, path="/v1/files", name="file"):
     """Begins an upload whose body stops after ``size`` bytes of the file until ``ended`` is set."""
 
     async def body():
-        yield b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.txt"\r\n\r\n' + b"a" * size
+        yield PART + b'"%s"; filename="a.txt"\r\n\r\n' % name.encode() + b"a" * size
         await ended.wait()
         yield b"\r\n--x--\r\n"
 
     headers = {"Content-Type": "multipart/form-data; boundary=x"}
-    return asyncio.ensure_future(server.http.post("/v1/files", content=body(), headers=headers))
+    return asyncio.ensure_future(server.http.post(path, content=body(), headers=headers))
 
 
 async def test_the_uploads_of_a_user_that_are_under_way_have_a_bound_together(tmp_path, template):
     async with fake_server(tmp_path, template, FakeEngine()) as server:
         uploads, ended = server.app.state.mpic.uploads, asyncio.Event()
-        uploads._most = 100_000
+        uploads.most = 100_000
         first = [unfinished(server, 40_000, ended) for _ in range(2)]
-        await wait_until(lambda: uploads.bytes_of("local") == 80_000)
+        await wait_until(lambda: uploads.bytes_of("local") >= 80_000)
+        held = uploads.bytes_of("local")
         refused = await server.upload(b"b" * 30_000, "b.txt")
         assert refusal(refused) == (429, "too_many_bytes") and "Retry-After" in refused.headers
-        assert uploads.bytes_of("local") == 80_000 and uploads.bytes_of("another") == 0
+        assert uploads.bytes_of("local") == held < 81_000 and uploads.bytes_of("another") == 0
         ended.set()
         assert [answer.status_code for answer in await asyncio.gather(*first)] == [200, 200]
         assert uploads.bytes_of("local") == 0
         assert (await server.upload(b"b" * 200_000, "b.txt")).status_code == 200  # one alone may be larger
 
 
-async def test_an_upload_whose_client_leaves_is_not_counted_and_leaves_no_file(
-    tmp_path, template, monkeypatch
-):
-    files, make = [], formparsers.SpooledTemporaryFile
-    monkeypatch.setattr(formparsers, "SpooledTemporaryFile", lambda **k: files.append(make(**k)) or files[-1])
+async def test_an_upload_whose_client_leaves_is_not_counted_and_leaves_no_file(tmp_path, template):
     async with fake_server(tmp_path, template, FakeEngine()) as server:
+        made, create = [], server.library.filesystem.create
+        server.library.filesystem.create = lambda path: made.append(path) or create(path)
         head = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.txt"\r\n\r\n'
-        await post_raw(
-            server.app, "/v1/files", [head + b"a" * 9_000], [], None, "multipart/form-data; boundary=x"
-        )
-        assert files and all(file.closed for file in files)
+        form = "multipart/form-data; boundary=x"
+        await post_raw(server.app, "/v1/files", [head + b"a" * 300_000, b"a" * 300_000], [], None, form)
+        [path] = made
+        await wait_until(lambda: not path.exists())
         assert not server.app.state.mpic.uploads._bytes and not list((tmp_path / "tmp").glob("*"))
 
 
@@ -204,3 +206,28 @@ def test_the_uploads_of_a_user_take_a_quarter_of_the_free_space_at_most(tmp_path
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=free[folder]))
     assert UploadsUnderWay(500, *free).room() == 250
     assert UploadsUnderWay(100, *free).room() == 100
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [(errno.ENOENT, None), (errno.EIO, (500, "internal_error"))],
+    ids=["gone", "broken"],
+)
+async def test_a_disk_whose_free_space_cannot_be_told_is_an_error_of_the_server(
+    server, monkeypatch, failure, expected
+):
+    monkeypatch.setattr("shutil.disk_usage", Mock(side_effect=OSError(failure, os.strerror(failure))))
+    answer = await server.upload(b"text", "a.txt")
+    assert answer.status_code == 200 if expected is None else refusal(answer) == expected
+
+
+async def test_the_uploads_of_the_page_count_as_those_of_the_api_do(tmp_path, template):
+    async with fake_server(tmp_path, template, FakeEngine()) as server:
+        uploads, ended = server.app.state.mpic.uploads, asyncio.Event()
+        uploads.most = 100_000
+        first = unfinished(server, 80_000, ended, "/ui/gradio_api/upload", "files")
+        await wait_until(lambda: uploads.bytes_of("local") >= 80_000)
+        assert refusal(await server.upload(b"b" * 30_000, "b.txt")) == (429, "too_many_bytes")
+        ended.set()
+        assert (await first).status_code == 200
+        assert uploads.bytes_of("local") == 0

@@ -18,6 +18,7 @@ from mpic.http.errors import response
 from mpic.http.hosts import is_loopback, seen_from_here
 from mpic.http.listening import bind, url_of
 from mpic.server.guard import BODIES, MULTIPART_SLACK, OPEN_BYTES, BodyLimit, HostGuard
+from mpic.server.uploads import UploadsUnderWay
 
 
 async def echo(request: Request):
@@ -31,7 +32,7 @@ async def show(request: Request, exc: Exception):
 def client(url="http://127.0.0.1:8000"):
     routes = [Route("/{path:path}", echo, methods=["GET", "POST", "PUT"])]
     app = Starlette(routes=routes, exception_handlers={MPICError: show})
-    app.add_middleware(BodyLimit, uploads=1000, other=100, open=1 << 30)
+    app.add_middleware(BodyLimit, under_way=UploadsUnderWay(1 << 30), uploads=1000, other=100, open=1 << 30)
     app.add_middleware(HostGuard)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=url)
 
@@ -46,7 +47,7 @@ async def test_the_bodies_of_all_requests_under_way_take_bounded_memory_and_give
         return PlainTextResponse("done")
 
     app = Starlette(routes=[Route("/", held, methods=["POST"])], exception_handlers={MPICError: show})
-    app.add_middleware(BodyLimit, uploads=1000, other=100, open=1 << 30)
+    app.add_middleware(BodyLimit, under_way=UploadsUnderWay(1 << 30), uploads=1000, other=100, open=1 << 30)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as http:
         tasks = [asyncio.ensure_future(http.post("/", content=bytes(100))) for _ in range(BODIES // 2)]
         while len(read) < len(tasks):

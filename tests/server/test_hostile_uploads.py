@@ -17,6 +17,8 @@ from server_helpers import fake_server, png, post_raw, refusal, wait_until
 from starlette.formparsers import MultiPartParser
 
 from mpic.config import Config, LibraryConfig
+from mpic.http import errors
+from mpic.library.intake import receive
 from mpic.server import descriptors
 
 LIMITS = LibraryConfig(upload_bytes=200_000, text_bytes=50_000, image_pixels=1_000_000)
@@ -182,40 +184,39 @@ async def test_broken_forms_are_client_errors(limited, what):
     ("number", "expected"),
     [(errno.ENOSPC, (507, "storage_full")), (errno.EIO, (500, "internal_error"))],
 )
-async def test_a_folder_for_temporary_files_that_cannot_be_written_is_no_mistake_of_the_client(
+async def test_a_disk_that_cannot_be_written_is_no_mistake_of_the_client(
     limited, monkeypatch, caplog, number, expected
 ):
-    monkeypatch.setattr(MultiPartParser, "spool_max_size", 1000)
-    monkeypatch.setattr(tempfile, "TemporaryFile", Mock(side_effect=OSError(number, os.strerror(number))))
-    answer = await limited.upload(b"x" * 2000, "x.txt")
+    monkeypatch.setattr(errors, "_failures", errors._FailureCounts())
+    with monkeypatch.context() as patch:
+        failing = Mock(side_effect=OSError(number, os.strerror(number)))
+        patch.setattr(limited.library.filesystem, "write", failing)
+        answer = await limited.upload(b"x" * 2000, "x.txt")
     assert refusal(answer) == expected
-    assert ("TMPDIR" in answer.text) == (expected[0] == 507)
     assert [record.levelname for record in caplog.records if record.name == "mpic.server"] == ["ERROR"]
     assert os.strerror(number) in caplog.text
     await left_nothing(limited)
 
 
-async def test_a_folder_for_temporary_files_that_is_gone_is_logged(limited, monkeypatch, caplog, tmp_path):
+async def test_uploads_need_no_folder_for_temporary_files(limited, monkeypatch, tmp_path):
+    """They go straight into the data folder: nothing is written twice."""
     monkeypatch.setattr(MultiPartParser, "spool_max_size", 1000)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-    answer = await limited.upload(b"x" * 2000, "x.txt")
-    assert refusal(answer) == (500, "internal_error") and "gone" not in answer.text
-    assert str(tmp_path / "gone") in caplog.text
-    await left_nothing(limited)
+    assert (await limited.upload(b"x" * 2000, "x.txt")).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["files", "references"])
 async def test_a_form_with_many_files_is_refused_before_it_takes_more_descriptors_than_are_counted_on(
     limited, monkeypatch, path
 ):
-    monkeypatch.setattr(MultiPartParser, "spool_max_size", 1000)
-    spooled = Mock(side_effect=tempfile.TemporaryFile)
-    monkeypatch.setattr(tempfile, "TemporaryFile", spooled)
+    monkeypatch.setattr(receive, "PIECE", 1000)
+    filesystem = limited.library.filesystem
+    monkeypatch.setattr(filesystem, "create", made := Mock(side_effect=filesystem.create))
     files = [("file", (f"{i}.txt", b"x" * 2000)) for i in range(60)]
     answer = await limited.http.post(f"/v1/{path}", files=files)
     assert refusal(answer) == (400, "bad_request")
     assert "a form has one file" in answer.json()["error"]["message"]
-    assert spooled.call_count <= descriptors.PER_CONNECTION - 2  # the others: the socket, the stored original
+    assert made.call_count <= descriptors.PER_CONNECTION - 2  # the others: the socket, the stored original
     await left_nothing(limited)
 
 

@@ -18,10 +18,11 @@ def sdk() -> Iterator[str]:
     yield "# SDK reference\n"
     yield "The classes of `from mpic import MPIC, AsyncMPIC`, from their docstrings. `AsyncMPIC` has"
     yield "the same methods, to be awaited. [The Python SDK](../sdk.md) is the page to begin with."
-    listed = ("Files", "Caches", "References", "Models", "Completions")
+    listed = ("Files", "UploadsInParts", "Caches", "References", "Models", "Completions")
     yield from _class(client.MPIC, "MPIC")
+    owners = {"Completions": "chat.completions", "UploadsInParts": "uploads"}
     for name in listed:
-        owner = "chat.completions" if name == "Completions" else name.lower()
+        owner = owners.get(name, name.lower())
         yield from _class(getattr(resources, name), f"client.{owner}")
     yield from _class(endpoints.ChatOptions, "ChatOptions", fields=True)
     for one in (client.Stream, client.Listing, client.Retry):

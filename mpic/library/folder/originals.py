@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -16,15 +18,15 @@ from mpic.library.folder.layout import original_path, sidecar_of
 from mpic.library.folder.sidecars import Sidecar
 
 PIECE = 256 << 10
-"""Bytes of an original that are read at a time when it is not needed as a whole."""
+"""Bytes of an original that are written or read at a time when it is not needed as a whole."""
 _SYNCING = ThreadPoolExecutor(8, "mpic-sync")
 """Threads of ``seal_all``; they are started when they are first needed."""
 
 
-class Incoming:
+class Incoming(io.BufferedIOBase):
     """An upload that is being received: a temporary file that counts and hashes the bytes written to it, and limits
-    their number. Calls may come from different threads. Use it as a context manager, which removes the file at the end
-    unless it was published.
+    their number. Calls may come from different threads, also through ``aiofiles``. Use it as a context manager, which
+    removes the file at the end unless it was published.
 
     Attributes:
         bytes: number of bytes written so far.
@@ -52,8 +54,8 @@ class Incoming:
     def sha256(self) -> str:
         return self._hash.hexdigest()
 
-    def write(self, data: bytes) -> None:
-        """Appends data.
+    def write(self, data: bytes | bytearray) -> int:  # type: ignore[override]
+        """Appends all of the data, and returns its length.
 
         Raises:
             TooLarge: the upload is larger than its limit.
@@ -62,14 +64,18 @@ class Incoming:
         with self._lock:
             self.bytes += len(data)
             if self.bytes > self._limit:
-                raise TooLarge(
-                    f"the upload is larger than {self._limit} bytes", param="file", limit=self._limit
-                )
+                raise too_large(self._limit)
             self._hash.update(data)
             try:
                 write_all(self._filesystem, self._descriptor(), memoryview(data))
             except OSError as error:
                 raise storage_error(error, self.path) from error
+            return len(data)
+
+    def head(self, size: int) -> bytes:
+        """Returns the first bytes, at most ``size``, read back from the file."""
+        with self._lock:
+            return _read_whole(self._filesystem, self.path, size)
 
     def content(self) -> bytes:
         """Returns everything written so far, read back from the file."""
@@ -92,6 +98,20 @@ class Incoming:
                 raise storage_error(error, self.path) from error
             self._close()
             self._sealed = True
+
+    def rest(self) -> None:
+        """Closes the file and keeps it. Nothing can be written afterwards."""
+        with self._lock:
+            self._close()
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yields everything written so far in pieces of ``PIECE``, read back from the file."""
+        fd = self._filesystem.open(self.path)
+        try:
+            for start in range(0, self.bytes, PIECE):
+                yield _read(self._filesystem, fd, start, min(PIECE, self.bytes - start))
+        finally:
+            self._filesystem.close(fd)
 
     def give_away(self) -> None:
         """Records that the temporary file gets another name, so that this object does not remove it."""
@@ -126,6 +146,10 @@ class Incoming:
             self._filesystem.close(fd)
 
 
+def too_large(limit: int) -> TooLarge:
+    return TooLarge(f"the upload is larger than {limit} bytes", param="file", limit=limit)
+
+
 def seal_all(uploads: Sequence[Incoming]) -> None:
     """Seals several uploads at once. File systems write files that are synced at the same time together, so two files
     take hardly longer than one."""
@@ -138,9 +162,9 @@ def seal_all(uploads: Sequence[Incoming]) -> None:
         one.result()
 
 
-class OpenOriginal:
+class OpenOriginal(io.BufferedIOBase):
     """An original that was verified as it was opened. It can be read to its end even if it is deleted meanwhile. Calls
-    may come from different threads.
+    may come from different threads, also through ``aiofiles``.
 
     Attributes:
         bytes: its size.
@@ -150,20 +174,28 @@ class OpenOriginal:
         self._filesystem = filesystem
         # the descriptor must not be closed, and perhaps given to another file, while it is read
         self._lock = Lock()
+        self._at = 0
         self._fd: int | None = filesystem.open(path)
         self.bytes = filesystem.size(self._fd)
 
-    def read(self, start: int, size: int) -> bytes:
-        """Returns at most ``size`` bytes from ``start``, fewer at the end of the file. Raises ValueError if it was
-        closed."""
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Returns the next bytes, at most ``size``, and none at the end. Raises ValueError if it was closed."""
         with self._lock:
             if self._fd is None:
                 raise ValueError("the original was closed")
-            return _read(self._filesystem, self._fd, start, size)
+            left = self.bytes - self._at
+            data = _read(
+                self._filesystem, self._fd, self._at, left if not size or size < 0 else min(size, left)
+            )
+            self._at += len(data)
+            return data
 
-    def pieces(self) -> Iterator[bytes]:
-        """Yields its bytes in pieces of ``PIECE``."""
-        return (self.read(start, PIECE) for start in range(0, self.bytes, PIECE))
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """Goes to an offset from the start, where the next ``read`` begins."""
+        if whence != os.SEEK_SET or not 0 <= offset <= self.bytes:
+            raise ValueError(f"offset {offset} is not in a file of {self.bytes} bytes")
+        self._at = offset
+        return offset
 
     def close(self) -> None:
         """Closes it. Safe to call twice."""
@@ -262,8 +294,9 @@ class Originals:
             self._guard()
             raise
         found = hashlib.sha256()
-        for piece in original.pieces():
+        while piece := original.read(PIECE):
             found.update(piece)
+        original.seek(0)
         if found.hexdigest() != sha256:
             original.close()
             raise CorruptFile(f"the original of {path.name} is damaged")
@@ -298,10 +331,17 @@ class Originals:
             raise IntegrityError(f"{len(gone)} {what} are not there, the first is {gone[0]}")
 
 
-def _read_whole(filesystem: FileSystem, path: Path) -> bytes:
+def _read_whole(filesystem: FileSystem, path: Path, most: int | None = None) -> bytes:
+    """Returns a file's bytes, at most ``most``. A large file is never there twice: ``BytesIO`` gives its own bytes
+    away."""
     fd = filesystem.open(path)
     try:
-        return _read(filesystem, fd, 0, filesystem.size(fd))
+        size = filesystem.size(fd)
+        size = size if most is None else min(size, most)
+        whole = io.BytesIO()
+        for start in range(0, size, PIECE):
+            whole.write(_read(filesystem, fd, start, min(PIECE, size - start)))
+        return whole.getvalue()
     finally:
         filesystem.close(fd)
 

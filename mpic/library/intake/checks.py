@@ -15,7 +15,7 @@ from mpic.imaging.decoder import MOST_WAITING
 from mpic.imaging.image_header import SMALL_BYTES
 from mpic.kv.chunk import ChunkKey
 from mpic.library.folder.originals import Incoming
-from mpic.library.intake.decode import NO_CLIPS, content_key
+from mpic.library.intake.decode import HEAD, NO_CLIPS, check_text_size, content_key, sniff
 from mpic.library.limits import Limits
 from mpic.library.records import Scalar
 
@@ -44,6 +44,8 @@ def identify(incoming: Incoming, limits: Limits, no_clips: str | None = NO_CLIPS
         DecoderBusy: too many large uploads are waiting.
         OutOfMemory: there is not enough memory to decode it now.
     """
+    if sniff(incoming.head(HEAD), no_clips) == "text":
+        check_text_size(incoming.bytes, limits)  # before all of it is read
     large = incoming.bytes > SMALL_BYTES
     with READING.taken(incoming.bytes, READ_BYTES) if large else nullcontext():
         return content_key(incoming.content(), limits, no_clips)

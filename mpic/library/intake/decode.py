@@ -15,6 +15,8 @@ from mpic.imaging.pixels import ImageRules
 from mpic.kv.chunk import ChunkKey, Kind
 from mpic.library.limits import Limits
 
+HEAD = 32
+"""Bytes that tell what an upload claims to be."""
 SIGNATURES = {b"\x89PNG": "PNG", b"\xff\xd8": "JPEG", b"GIF8": "GIF"}
 
 FOREIGN = {
@@ -45,7 +47,7 @@ NO_CLIPS = "send an image (PNG, JPEG, WebP, BMP) or text in UTF-8, and of a vide
 
 
 def sniff(head: bytes, no_clips: str | None = NO_CLIPS) -> Kind:
-    """Tells from the first bytes (32 are enough) whether they claim to be an image, a video or text.
+    """Tells from the first bytes (``HEAD`` are enough) whether they claim to be an image, a video or text.
 
     Args:
         no_clips: why videos are not taken, as the end of a sentence; None: they are.
@@ -138,7 +140,7 @@ def content_key(data: bytes, limits: Limits | None = None, no_clips: str | None 
         As ``image_key``, ``clip_key`` and ``decode_text``.
     """
     limits = limits or Limits()
-    kind = sniff(data[:32], no_clips)
+    kind = sniff(data[:HEAD], no_clips)
     if kind == "image" and no_clips is None and is_animated(data):
         kind = "image" if limits.gif and data.startswith(b"GIF8") else "video"
     if kind == "video":
@@ -164,6 +166,12 @@ def _clip_rules(limits: Limits) -> ClipRules:
     return ClipRules(pixels, limits.image_aspect, limits.video_seconds, limits.video_pixels)
 
 
+def check_text_size(size: int, limits: Limits) -> None:
+    """Raises TooLarge if a text has more bytes than the limits allow."""
+    if size > limits.text_bytes:
+        raise TooLarge(f"the text has {size} bytes, the limit is {limits.text_bytes}", param="file")
+
+
 def decode_text(data: bytes, limits: Limits | None = None) -> str:
     """Decodes strict UTF-8 and removes an optional byte order mark; nothing else is changed.
 
@@ -172,8 +180,7 @@ def decode_text(data: bytes, limits: Limits | None = None) -> str:
         InvalidText: not UTF-8, contains NUL, or holds nothing but white space.
     """
     limits = limits or Limits()
-    if len(data) > limits.text_bytes:
-        raise TooLarge(f"the text has {len(data)} bytes, the limit is {limits.text_bytes}", param="file")
+    check_text_size(len(data), limits)
     try:
         text = data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:

@@ -5,28 +5,82 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
-from mpic.library.folder.originals import Incoming, Originals
+from aiofiles.threadpool import wrap
+
+from mpic.errors import TooLarge
+from mpic.library.folder.originals import PIECE, Incoming, Originals
 from mpic.library.records import AsyncReader
 
 T = TypeVar("T")
-PIECE = 1 << 20
-"""Bytes read from a client at a time."""
 
 ACCEPTING = ThreadPoolExecutor(24, "mpic-accept")
 """Threads on which uploads are checked and committed. Large files wait on them to be decoded, but only so many may wait
 that threads are left for other uploads; everything else in the server has threads of its own."""
 
 
+class Arriving:
+    """An upload that arrives on an event loop, in pieces of any size. Its temporary file is made with the first byte,
+    and threads write and hash it; ``PIECE`` bytes and the last piece are all of it that is in memory.
+
+    Args:
+        limit: maximum number of bytes.
+        param: the field of the request that it is in; None: it is the whole body.
+    """
+
+    def __init__(self, originals: Originals, limit: int, param: str | None = "file") -> None:
+        self._begin, self._param = partial(originals.incoming, limit), param
+        self._incoming: Incoming | None = None
+        self._waiting = bytearray()
+
+    async def write(self, data: bytes) -> None:
+        """Appends data.
+
+        Raises:
+            TooLarge: the upload is larger than its limit.
+            StorageFull, LibraryGone: it cannot be stored.
+        """
+        self._waiting += data
+        if len(self._waiting) >= PIECE:
+            await self.finish()
+
+    async def finish(self) -> Incoming:
+        """Writes what is still in memory, and returns the temporary file. Raises as ``write``."""
+        if self._incoming is None:
+            self._incoming = await asyncio.to_thread(self._begin)
+        if self._waiting:
+            piece, self._waiting = self._waiting, bytearray()
+            try:
+                await wrap(self._incoming).write(piece)
+            except TooLarge as error:
+                error.param = self._param
+                raise
+        return self._incoming
+
+    async def taken(self) -> Incoming:
+        """Does the same as ``finish``, and leaves the temporary file to the caller."""
+        incoming = await self.finish()
+        self._incoming = None
+        return incoming
+
+    def close(self) -> None:
+        """Removes the temporary file, unless it was published. It is not awaited, so that no cancellation can prevent
+        it. Safe to call twice."""
+        if self._incoming is not None:
+            asyncio.get_running_loop().run_in_executor(None, self._incoming.discard)
+
+
 async def receive(
-    originals: Originals, limit: int, source: bytes | AsyncReader, accept: Callable[[Incoming], T]
+    originals: Originals, limit: int, source: bytes | AsyncReader | Arriving, accept: Callable[[Incoming], T]
 ) -> T:
     """Receives an upload and returns the result of ``accept``. When the task is cancelled because the client has
     disconnected, the bytes that had arrived are removed.
 
     Args:
         limit: maximum number of bytes of the upload.
+        source: one that is ``Arriving`` has arrived already.
         accept: checks the upload and commits it, on a thread of ``ACCEPTING``.
 
     Raises:
@@ -34,13 +88,14 @@ async def receive(
         StorageFull, LibraryGone: it cannot be stored.
         MPICError: any error that ``accept`` raises.
     """
-    incoming = await asyncio.to_thread(originals.incoming, limit)
+    arriving = source if isinstance(source, Arriving) else Arriving(originals, limit)
     try:
         if isinstance(source, bytes):
-            await asyncio.to_thread(incoming.write, source)
-        else:
+            await arriving.write(source)
+        elif source is not arriving:
             while piece := await source.read(PIECE):
-                await asyncio.to_thread(incoming.write, piece)
+                await arriving.write(piece)
+        incoming = await arriving.finish()
         return await asyncio.get_running_loop().run_in_executor(ACCEPTING, accept, incoming)
-    finally:  # not awaited, so that cancellation cannot prevent it
-        asyncio.get_running_loop().run_in_executor(None, incoming.discard)
+    finally:
+        arriving.close()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import quote
 
+from aiofiles.threadpool import wrap
 from fastapi import Depends, Query, Request, Response
 from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from mpic.errors import UnsupportedParameter, cut
-from mpic.library.folder.originals import OpenOriginal
+from mpic.errors import CorruptFile, RangeNotSatisfiable, UnsupportedParameter, cut
+from mpic.library import File, Reference
+from mpic.library.folder.originals import PIECE, OpenOriginal
 from mpic.server.state import State
 
 T = TypeVar("T", bound=BaseModel)
@@ -21,6 +24,14 @@ Tiers = dict[str, tuple[str, ...]]
 """File id -> tiers below the device that hold its compiled KV."""
 After = Annotated[str | None, Query(description="id of the last item of the previous page")]
 Order = Literal["asc", "desc"]
+OCTETS = "application/octet-stream"
+RANGE = re.compile(r"bytes\s*=\s*(\d{0,18})\s*-\s*(\d{0,18})", re.ASCII | re.IGNORECASE)
+PARTS: dict[int | str, dict[str, Any]] = {
+    206: {"description": "the range that was asked for"},
+    304: {"description": "the client has it (`If-None-Match`)"},
+}
+ENTITY_TAG = re.compile(r'(?:W/)?("[^"]*")')
+"""``If-None-Match`` compares weakly (RFC 9110, section 13.1.2)."""
 
 
 def form_fields(*known: str) -> Any:
@@ -37,12 +48,22 @@ def form_fields(*known: str) -> Any:
 
 
 class _Download(StreamingResponse):
-    """Sends an original piece by piece, as fast as the client reads, and closes it. It is read on threads."""
+    """Sends a range of an original piece by piece, as fast as the client reads, and closes it. It is read on
+    threads."""
 
-    def __init__(self, original: OpenOriginal, headers: dict[str, str]) -> None:
-        headers = {**headers, "Content-Length": str(original.bytes)}
-        super().__init__(original.pieces(), media_type="application/octet-stream", headers=headers)
+    def __init__(self, original: OpenOriginal, wanted: range, status: int, headers: dict[str, str]) -> None:
+        super().__init__(self._pieces(wanted), status, headers, OCTETS)
         self._original = original
+
+    async def _pieces(self, wanted: range) -> AsyncIterator[bytes]:
+        self._original.seek(wanted.start)
+        file, left = wrap(self._original), len(wanted)
+        while left:
+            piece = await file.read(min(PIECE, left))
+            if not piece:
+                raise CorruptFile("the original was cut off while it was sent")
+            left -= len(piece)
+            yield piece
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -51,13 +72,60 @@ class _Download(StreamingResponse):
             self._original.close()
 
 
-def download(original: OpenOriginal, filename: str) -> Response:
-    """Returns a response that browsers save and never display, whatever the content is. It closes the original."""
+def download(request: Request, file: File | Reference, open: Callable[[], OpenOriginal]) -> Response:
+    """Returns the response to a request of an original: all of it or one range (RFC 9110, section 14), its headers
+    alone for HEAD, or nothing if the client has it. Browsers save it and never display it, whatever the content is.
+
+    Args:
+        open: opens and verifies it; only called if some of it is sent, and the response then closes it.
+
+    Raises:
+        RangeNotSatisfiable: the range begins behind the end.
+    """
+    tag = f'"{file.sha256}"'
     headers = {
-        "Content-Disposition": f"attachment; filename*=UTF-8''{quote(filename, safe='')}",
+        "Accept-Ranges": "bytes",
+        "Content-Disposition": f"attachment; filename*=UTF-8''{quote(file.filename, safe='')}",
+        "ETag": tag,
         "X-Content-Type-Options": "nosniff",
     }
-    return _Download(original, headers)
+    held = ",".join(request.headers.getlist("if-none-match"))
+    if tag in ENTITY_TAG.findall(held) or held.strip() == "*":
+        return Response(status_code=304, headers=headers)
+    wanted = None
+    if request.method == "GET" and request.headers.get("if-range", tag) == tag:
+        wanted = _range(",".join(request.headers.getlist("range")), file.bytes)
+    status = 200 if wanted is None else 206
+    if wanted is None:
+        wanted = range(file.bytes)
+    else:
+        headers["Content-Range"] = f"bytes {wanted.start}-{wanted.stop - 1}/{file.bytes}"
+    headers["Content-Length"] = str(len(wanted))
+    if request.method == "HEAD":
+        return Response(headers=headers, media_type=OCTETS)
+    return _Download(open(), wanted, status, headers)
+
+
+def _range(header: str, size: int) -> range | None:
+    """Returns the bytes that a ``Range`` header asks for; None if it asks for several ranges or is not valid, for which
+    all bytes may be sent.
+
+    Raises:
+        RangeNotSatisfiable: there are no such bytes.
+    """
+    asked = RANGE.fullmatch(header.strip())
+    if asked is None or not any(asked.groups()):
+        return None
+    first, last = (int(digits) if digits else None for digits in asked.groups())
+    if first is None:
+        wanted = range(max(0, size - (last or 0)), size)
+    elif last is not None and last < first:
+        return None
+    else:
+        wanted = range(first, size if last is None else min(last + 1, size))
+    if not wanted:
+        raise RangeNotSatisfiable(f"the file has {size:,} bytes", param="Range", bytes=size)
+    return wanted
 
 
 def shown(kind: type[T], source: object, **more: Any) -> T:

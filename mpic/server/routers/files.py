@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, File, Form, Query, Request, Response, UploadFile
+from fastapi import APIRouter, File, Form, Path, Query, Request, Response, UploadFile
 from starlette.concurrency import run_in_threadpool
 
 from mpic.api.requests import FileChange
@@ -15,17 +15,30 @@ from mpic.errors import BadRequest, DocumentTooLong, UnknownPress, UnsupportedPa
 from mpic.library import File as LibraryFile
 from mpic.library.caches import CHUNK
 from mpic.library.intake.checks import check_life
-from mpic.library.records import Removed
+from mpic.library.intake.receive import Arriving
+from mpic.library.records import AsyncReader, Removed
 from mpic.press import NONE, parse_press
-from mpic.server.auth import CurrentUser
+from mpic.server.auth import CurrentUser, User
 from mpic.server.cutting import check_whole, split_of
 from mpic.server.json_routes import JSONRoute
-from mpic.server.routers.common import After, Order, Tiers, download, form_fields, listed, shown, tiers_of
+from mpic.server.routers.common import (
+    OCTETS,
+    PARTS,
+    After,
+    Order,
+    Tiers,
+    download,
+    form_fields,
+    listed,
+    shown,
+    tiers_of,
+)
 from mpic.server.state import State, StateDep
 
 router = APIRouter(prefix="/v1/files", tags=["files"], route_class=JSONRoute)
 
 PURPOSES = ("user_data", "vision", "assistants")
+RAW = {"required": True, "content": {OCTETS: {"schema": {"type": "string", "format": "binary"}}}}
 FIELDS = ("file", "purpose", "handle", "replace", "split", "press", "ttl",
           "expires_after[anchor]", "expires_after[seconds]")  # fmt: skip
 
@@ -65,23 +78,105 @@ async def upload(
     it at once. Uploading the same bytes under the same handle again makes no second file (`outcome` is `unchanged`);
     only the lifetime starts again. `expires_after` is OpenAI's name for `ttl`.
     """
+    name = file.filename or ""
+    lives = {"ttl": ttl, "anchor": anchor, "lifetime": lifetime}
+    wishes = {"purpose": purpose, "handle": handle, "replace": replace, "split": split, "press": press}
+    return await store(
+        request,
+        state,
+        user,
+        file.file,
+        filename=name,
+        arguments=arguments_of(state, user, name, **wishes, **lives),
+    )
+
+
+@router.put("/{file_id}", openapi_extra={"requestBody": RAW})
+async def put(
+    handle: Annotated[str, Path(alias="file_id", description="NAME for `IMAGE#NAME` and `FILE#NAME`")],
+    request: Request,
+    state: StateDep,
+    user: CurrentUser,
+    filename: Annotated[
+        str | None, Query(max_length=1024, description="the file's name; left out: that in the path")
+    ] = None,
+    purpose: Annotated[str, Query(description="one of " + ", ".join(PURPOSES))] = "user_data",
+    replace: Annotated[
+        bool, Query(description="false: another file under this name is not replaced, but refused")
+    ] = True,
+    split: Annotated[str | None, Query(description="as in `POST /v1/files`")] = None,
+    press: Annotated[str | None, Query(description="as in `POST /v1/files`")] = None,
+    ttl: Annotated[int | None, Query(ge=1, description="seconds until it expires; left out: never")] = None,
+) -> FileObject:
+    """Upload an image, a clip or a document as the body itself, not in a form: `curl -T photo.png
+    http://127.0.0.1:8000/v1/files/PHOTO`.
+
+    The last part of the path is here its handle, not its id. A file that has it is replaced by other bytes; the same
+    bytes change nothing but its lifetime. All else is as in `POST /v1/files`.
+    """
+    kind, _, _ = request.headers.get("content-type", "").partition(";")
+    if kind.strip().lower().startswith("multipart/"):
+        raise BadRequest(
+            "the body is the file itself; send a form to POST /v1/files instead", param="Content-Type"
+        )
+    name = filename or handle
+    wishes = {"purpose": purpose, "handle": handle, "replace": replace, "split": split, "press": press}
+    arguments = arguments_of(state, user, name, **wishes, ttl=ttl)
+    arriving = state.library.files.arriving(None)
+    try:
+        await run_in_threadpool(state.library.files.admit, user.id, 1, name, **arguments)
+        async for piece in request.stream():
+            await arriving.write(piece)
+        return await store(request, state, user, arriving, filename=name, arguments=arguments)
+    finally:
+        arriving.close()
+
+
+def arguments_of(
+    state: State,
+    user: User,
+    filename: str,
+    *,
+    purpose: str,
+    handle: str | None,
+    replace: bool,
+    split: str | None,
+    press: str | None,
+    ttl: int | None,
+    anchor: str | None = None,
+    lifetime: int | None = None,
+) -> dict[str, Any]:
+    """Returns the arguments of ``UploadLibrary.upload`` for an upload, besides its content.
+
+    Raises:
+        UnsupportedParameter, UnknownPress, BadRequest: a field is not valid.
+    """
     if purpose not in PURPOSES:
         raise UnsupportedParameter(
             f"purpose {cut(purpose)!r} is not supported; known: {', '.join(PURPOSES)}", param="purpose"
         )
-    name, asked = file.filename or "", split not in (None, "auto")
-    stored = await state.library.files.upload(
-        user.id,
-        file,
-        name,
-        handle or None,
-        _lifetime(ttl, anchor, lifetime),
-        replace=replace,
-        split=split_of(split, name, state.config.library.split_tokens),
-        split_asked=asked,
-        press=checked_press(press, state.engine),
-        key=user.limits,
-    )
+    return {
+        "handle": handle or None,
+        "expires_after": _lifetime(ttl, anchor, lifetime),
+        "replace": replace,
+        "split": split_of(split, filename, state.config.library.split_tokens),
+        "split_asked": split not in (None, "auto"),
+        "press": checked_press(press, state.engine),
+        "key": user.limits,
+    }
+
+
+async def store(
+    request: Request,
+    state: State,
+    user: User,
+    content: AsyncReader | Arriving,
+    *,
+    filename: str,
+    arguments: dict[str, Any],
+) -> FileObject:
+    """Stores an upload of whatever route, has it compiled, and returns it with its outcome."""
+    stored = await state.library.files.upload(user.id, content, filename, **arguments)
     try:
         # on a thread, as the engine may take a step for each chunk; first, as the new file may have some of them
         await run_in_threadpool(_forget, stored.removed, state.engine)
@@ -164,11 +259,13 @@ def get_file(file_id: str, state: StateDep, user: CurrentUser) -> FileObject:
     return found.model_copy(update={"chunks": chunks})
 
 
-@router.get("/{file_id}/content", response_class=Response)
-def get_content(file_id: str, state: StateDep, user: CurrentUser) -> Response:
-    """Download the original, byte by byte."""
+@router.head("/{file_id}/content", include_in_schema=False)
+@router.get("/{file_id}/content", response_class=Response, responses=PARTS)
+def get_content(file_id: str, request: Request, state: StateDep, user: CurrentUser) -> Response:
+    """Download the original, byte by byte, or the one `Range` of it that is asked for. The `ETag` is the SHA-256 of the
+    whole."""
     file = state.library.files.get(user.id, file_id)
-    return download(state.library.files.open(user.id, file_id), file.filename)
+    return download(request, file, lambda: state.library.files.open(user.id, file_id))
 
 
 @router.patch("/{file_id}")

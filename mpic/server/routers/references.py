@@ -24,7 +24,7 @@ from mpic.library import SHARED, Reference, decode_image, thumbnail
 from mpic.retriever import Query as SearchQuery
 from mpic.server.auth import AdminUser, CurrentUser
 from mpic.server.json_routes import JSONRoute, parse
-from mpic.server.routers.common import After, Order, T, download, form_fields, listed, shown
+from mpic.server.routers.common import PARTS, After, Order, T, download, form_fields, listed, shown
 from mpic.server.state import State, StateDep
 
 router = APIRouter(prefix="/v1/references", tags=["references"], route_class=JSONRoute)
@@ -54,7 +54,7 @@ async def create(
     """Add an image or text. The answer comes when it is durable and can be found; it is compiled in the background."""
     name = file.filename or "reference"
     reference = await state.library.references.add(
-        file,
+        file.file,
         name,
         title=name if title is None else title,
         description=description or "",
@@ -77,7 +77,12 @@ async def replace(
 ) -> ReferenceObject:
     """Replace a reference by a new version; values that are left out stay as they were."""
     reference = await state.library.references.replace(
-        reference_id, file, file.filename, title=title, description=description, metadata=_metadata(metadata)
+        reference_id,
+        file.file,
+        file.filename,
+        title=title,
+        description=description,
+        metadata=_metadata(metadata),
     )
     return await _added(request, state, reference)
 
@@ -143,11 +148,13 @@ def get_reference(reference_id: str, state: StateDep, user: CurrentUser) -> Refe
     return _show(state.library.references.get(reference_id))
 
 
-@router.get("/{reference_id}/content", response_class=Response)
-def get_content(reference_id: str, state: StateDep, user: CurrentUser) -> Response:
-    """Download the original, byte by byte."""
+@router.head("/{reference_id}/content", include_in_schema=False)
+@router.get("/{reference_id}/content", response_class=Response, responses=PARTS)
+def get_content(reference_id: str, request: Request, state: StateDep, user: CurrentUser) -> Response:
+    """Download the original, byte by byte, or the one `Range` of it that is asked for. The `ETag` is the SHA-256 of the
+    whole."""
     reference = state.library.references.get(reference_id)
-    return download(state.library.references.open(reference), reference.filename)
+    return download(request, reference, lambda: state.library.references.open(reference))
 
 
 @router.get("/{reference_id}/thumbnail", response_class=Response)
