@@ -143,6 +143,8 @@ class Library:
             library.catalog.settle_paths()
             if reconcile:
                 library.recovered = library.reconcile()
+            if isinstance(library.store, TieredStore):
+                library.store.begin(folder.id)
             undo.pop_all()
         return library
 
@@ -278,6 +280,8 @@ class Library:
                 ends.callback(self.folder.release)
                 ends.callback(self.catalog.close)
                 self._backfill.stop()
+                if isinstance(self.store, TieredStore):
+                    self.store.close()
                 try:
                     self.store.flush()
                 except MPICError as error:  # only the order of evictions depends on it
