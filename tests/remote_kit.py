@@ -95,10 +95,12 @@ def folder_client(folder: Path):
     return FaultyClient(LocalStore(folder, mkdir=True))
 
 
-def server(root, client, seconds=PATIENCE, queue=1024, clock_remote=time.monotonic, **options):
+def server(
+    root, client=None, seconds=PATIENCE, queue=1024, clock_remote=time.monotonic, objects=None, **options
+):
     """Opens the library of a server over a remote store."""
-    tier = RemoteTier(Objects("test", seconds, client, clock=clock_remote), queue)
-    return Library.open(root, remote=[tier], **options)
+    objects = objects or Objects(seconds, client, clock=clock_remote)
+    return Library.open(root, remote=[RemoteTier(objects, queue)], **options)
 
 
 def tier_of(library):

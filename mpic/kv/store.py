@@ -32,7 +32,7 @@ class StoredChunk(Protocol):
     """
 
     tier: str
-    """The tier: ``host``, ``disk`` or a remote tier's name."""
+    """The tier: ``host``, ``disk`` or ``remote``."""
 
     @property
     def inputs(self) -> ChunkInputs:

@@ -11,8 +11,7 @@ from remote_kit import PATIENCE, Dead, Hung, ManualClock, folder_client, server,
 
 from mpic.engine.native.engine import NativeEngine
 from mpic.errors import CorruptFile, NotFound
-from mpic.library.store import remote
-from mpic.library.store.objects import StoreUnavailable, TransferRate
+from mpic.library.store.objects import Objects, StoreUnavailable, TransferRate
 from mpic.library.store.remote import content_of, object_of
 
 
@@ -206,7 +205,7 @@ def test_a_dead_store_is_asked_once_and_then_left_alone_until_a_probe_succeeds(o
 
 def test_the_pause_between_two_probes_doubles_up_to_a_minute(client):
     clock = ManualClock()
-    breaker = remote.Objects("test", 1.0, client, clock=clock).breaker
+    breaker = Objects(1.0, client, clock=clock).breaker
     pauses = []
     for _ in range(7):
         breaker.failed(ConnectionError("no route"))

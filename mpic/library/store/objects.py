@@ -66,7 +66,8 @@ def connect(url: str, seconds: float, retries: int = RETRIES) -> Any:
     if not url.startswith("file:"):
         backoff = {"init_backoff": limit / 100, "max_backoff": limit / 4}
         network = {
-            "client_options": {"timeout": limit, "connect_timeout": limit / 2},
+            # without TLS only where the endpoint says so
+            "client_options": {"timeout": limit, "connect_timeout": limit / 2, "allow_http": True},
             "retry_config": {"max_retries": retries, "retry_timeout": limit, "backoff": backoff},
         }
     try:
@@ -173,7 +174,6 @@ class Objects:
     """The objects below a URL. Thread-safe.
 
     Args:
-        url: as people write it, for messages.
         seconds: how long anybody waits for an answer.
         client: reads, with obstore's methods; tests wrap it.
         writer: the same with more patience, for uploads; None: the client.
@@ -182,13 +182,12 @@ class Objects:
 
     def __init__(
         self,
-        url: str,
         seconds: float,
         client: Any,
         writer: Any = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.url, self.seconds, self.clock = url, seconds, clock
+        self.seconds, self.clock = seconds, clock
         self._client, self._writer = client, client if writer is None else writer
         self.breaker, self.rate = Breaker(clock), TransferRate(clock)
         self._pool = ThreadPoolExecutor(THREADS, "mpic-remote-read")
@@ -198,7 +197,7 @@ class Objects:
     @classmethod
     def at(cls, url: str, seconds: float) -> Objects:
         """Returns the objects below a URL. Raises ConfigError: see ``connect``."""
-        return cls(url, seconds, connect(url, seconds), connect(url, max(seconds, WRITE_SECONDS)))
+        return cls(seconds, connect(url, seconds), connect(url, max(seconds, WRITE_SECONDS)))
 
     # Reading, for which somebody waits
 
@@ -206,7 +205,7 @@ class Objects:
         """Returns the heads of those objects that exist and answer within the limit."""
         if self.breaker.open:
             return {}
-        futures = {name: self._pool.submit(self._head, name) for name in names}
+        futures = {name: self._pool.submit(self.head, name) for name in names}
         _, late = wait(futures.values(), self.seconds)
         for future in late:
             future.cancel()
@@ -222,7 +221,8 @@ class Objects:
                 found[name] = head
         return found
 
-    def _head(self, name: str) -> Head | None:
+    def head(self, name: str) -> Head | None:
+        """Returns the head of an object, or None. Raises StoreUnavailable."""
         began = self.clock()
         try:
             head = self._use(self._read_head, name)
