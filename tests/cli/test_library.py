@@ -329,7 +329,9 @@ def test_ls_says_what_the_remote_store_holds(mpic, remote, tmp_path):
     (tmp_path / "store").rename(tmp_path / "away")
     (tmp_path / "store").write_text("a file where the folder was")
     status, out, err = mpic("ls", "--config", remote)
-    assert status == 0 and "the remote store cannot be used" in err and "original" in out and "remote" not in out
+    assert (
+        status == 0 and "the remote store cannot be used" in err and "original" in out and "remote" not in out
+    )
 
 
 def test_check_reads_every_byte_of_the_remote_store_if_asked(mpic, remote, tmp_path):

@@ -2,11 +2,12 @@
 
 import threading
 from contextlib import closing
+from unittest.mock import Mock
 
 import pytest
 import torch
-from engine_kit import family, ids, prompt_of, request_of, text_chunk
-from library_tools import chunks, flip, make_chunk, read, text_key
+from engine_kit import family, ids, image_chunk, prompt_of, request_of, text_chunk
+from library_tools import chunks, flip, make_chunk, picture, read, text_key
 from remote_kit import PATIENCE, Dead, Hung, ManualClock, folder_client, server, settled, tier_of
 
 from mpic.engine.native.engine import NativeEngine
@@ -199,18 +200,38 @@ def test_a_dead_store_is_asked_once_and_then_left_alone_until_a_probe_succeeds(o
     clock.now += 2
     with tier._changed:
         tier._changed.notify_all()
-        assert tier._changed.wait_for(lambda: not tier.objects.breaker.open, PATIENCE)
+        assert tier._changed.wait_for(lambda: not tier.objects.reads.open, PATIENCE)
     assert list(b.store.find([chunk.key])) == [chunk.key]
+
+
+def test_a_store_that_can_be_read_and_not_written_is_still_read(opened, client):
+    a, b, chunk, other = opened("a"), opened("b"), make_chunk(), make_chunk(text_key("other"))
+    a.store.save(chunk)
+    settled(a)
+
+    def read_only(method, name):
+        if method == "put":
+            raise PermissionError("access denied")
+
+    client.fault, tier = read_only, tier_of(b)
+    b.store.save(other)
+    with tier._changed:
+        assert tier._changed.wait_for(lambda: tier.objects.writes.open, PATIENCE)
+    assert list(b.store.find([chunk.key])) == [chunk.key]
+    assert (tier.stats()["up"], tier.stats()["writable"], tier.stats()["uploads_waiting"]) == (1, 0, 1)
 
 
 def test_the_pause_between_two_probes_doubles_up_to_a_minute(client):
     clock = ManualClock()
-    breaker = Objects(1.0, client, clock=clock).breaker
+    breaker = Objects(1.0, client, clock=clock).reads
     pauses = []
     for _ in range(7):
         breaker.failed(ConnectionError("no route"))
         pauses.append(breaker.pause())
     assert pauses == [2, 4, 8, 16, 32, 60, 60]
+    breaker.close()  # a probe has succeeded, and the next read has not
+    breaker.failed(ConnectionError("no route"))
+    assert breaker.pause() == 60
     breaker.succeeded()
     breaker.failed(ConnectionError("no route"))
     assert breaker.pause() == 2
@@ -402,8 +423,8 @@ def test_a_bandwidth_that_speaks_against_loading_is_measured_again_a_minute_late
 # With an engine
 
 
-def answer(library, prompt, rate=None):
-    with closing(NativeEngine(family("llama").loaded, library.store, pages=40)) as engine:
+def answer(library, prompt, rate=None, name="llama"):
+    with closing(NativeEngine(family(name).loaded, library.store, pages=40)) as engine:
         if rate is not None:
             engine.scheduler.pace.seconds_per_row = rate
         return engine.submit(request_of(prompt, "mpic-4")).result()
@@ -445,3 +466,17 @@ def test_an_engine_computes_a_chunk_whose_store_dies_and_gives_the_same_answer(o
     answered = answer(b, prompt)
     assert answered.token_ids == wanted.token_ids and len(heads) > 1
     assert [(use.tier, use.reason) for use in answered.usage.chunks] == [("compiled", "unavailable")]
+
+
+def test_the_embeddings_of_an_image_that_is_slower_to_load_are_fetched_and_not_computed(opened, monkeypatch):
+    prompt = prompt_of(ids(1, 5), image_chunk(picture()), ids(2, 5))
+    model, answers = family("llava").loaded, []
+    encoded = Mock(side_effect=model.image_inputs)
+    monkeypatch.setattr(model, "image_inputs", encoded)
+    for name in "ab":
+        library = opened(name)
+        tier_of(library).objects.rate.seconds_per_byte = 1e-9
+        answers.append(answer(library, prompt, 0.0, "llava"))
+        settled(library)
+    assert [use.reason for one in answers for use in one.usage.chunks] == ["new", "slower"]
+    assert answers[0].token_ids == answers[1].token_ids and encoded.call_count == 1

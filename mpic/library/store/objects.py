@@ -1,7 +1,8 @@
 """Objects of a shared store (S3, GCS, Azure, a mounted folder), read and written by obstore within time limits.
 
 The store is at the other end of a network: it may be slow, gone, or hold anything. A call that fails or outlasts its
-limit opens the *breaker*: nothing waits for the store any more until a probe in the background has succeeded.
+limit opens a *breaker*: nothing waits for the store any more until a probe in the background has succeeded. Reads and
+writes have a breaker each, so that a store that can be read and not written is still read.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ THREADS = 32
 AHEAD, AHEAD_BYTES = 4, 128 << 20
 """Ranges of a chunk that are asked for before they are needed, and the bytes of all of them together."""
 PAUSE, LONGEST_PAUSE = 2.0, 60.0
-"""Seconds until a store that has failed is probed for the first time, and at most between two probes."""
+"""Seconds until a store that has failed is tried again for the first time, and at most between two times."""
+LOOK_UP = 0.2
+"""The part of the limit that a look-up may take: it is about less than a load."""
 RETRIES = 3
 WRITE_SECONDS = 120.0
 """Limit of one request of an upload, for which nobody waits."""
@@ -62,26 +65,32 @@ def connect(url: str, seconds: float, retries: int = RETRIES) -> Any:
     except ImportError:
         raise ConfigError("[library] remote needs obstore: install mpic[remote]", param="remote") from None
     limit = timedelta(seconds=seconds)
-    network = {}
-    if not url.startswith("file:"):
-        backoff = {"init_backoff": limit / 100, "max_backoff": limit / 4}
-        network = {
+    backoff = {"init_backoff": limit / 100, "max_backoff": limit / 4}
+    if url.startswith("file:"):
+        options = {"automatic_cleanup": True}  # of folders that are empty
+    else:
+        options = {
             # without TLS only where the endpoint says so
             "client_options": {"timeout": limit, "connect_timeout": limit / 2, "allow_http": True},
             "retry_config": {"max_retries": retries, "retry_timeout": limit, "backoff": backoff},
         }
     try:
-        return from_url(url, **network)
+        return from_url(url, **options)
     except (BaseError, ValueError, OSError) as error:
         says = str(error).partition("\n")[0]
         raise ConfigError(f"[library] remote cannot be {url!r}: {says}", param="remote") from None
 
 
 class Breaker:
-    """Remembers that a store has failed, and when it is to be probed: after a pause that doubles. Thread-safe."""
+    """Remembers that a store has failed, and when it is to be tried again: after a pause that doubles until something
+    has succeeded. Thread-safe.
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._lock = clock, threading.Lock()
+    Args:
+        what: what cannot be done while it is open, for the log.
+    """
+
+    def __init__(self, what: str, clock: Callable[[], float]) -> None:
+        self._what, self._clock, self._lock = what, clock, threading.Lock()
         self._pause, self._due = PAUSE, 0.0
         self.error: str | None = None
         """What went wrong, while the store is left alone; None while it is used."""
@@ -93,19 +102,24 @@ class Breaker:
     def failed(self, error: BaseException) -> None:
         with self._lock:
             if self.error is None:
-                log.warning("the remote store is left alone until it answers again: %s", _line(error))
+                log.warning("the remote store is not %s for now: %s", self._what, _line(error))
             self.error = _line(error)
             self._due = self._clock() + self._pause
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
-    def succeeded(self) -> None:
+    def close(self) -> None:
+        """Lets the store be used again; the next pause is longer still if it fails at once."""
         with self._lock:
             if self.error is not None:
-                log.warning("the remote store answers again")
-            self.error, self._pause = None, PAUSE
+                log.warning("the remote store is %s again", self._what)
+            self.error = None
+
+    def succeeded(self) -> None:
+        self.close()
+        self._pause = PAUSE
 
     def pause(self) -> float:
-        """Returns the seconds until the store is to be probed, at least 0."""
+        """Returns the seconds until the store is to be tried again, at least 0."""
         return max(0.0, self._due - self._clock())
 
 
@@ -174,7 +188,7 @@ class Objects:
     """The objects below a URL. Thread-safe.
 
     Args:
-        seconds: how long anybody waits for an answer.
+        seconds: how long anybody waits for a load, and five times as long as for a look-up.
         client: reads, with obstore's methods; tests wrap it.
         writer: the same with more patience, for uploads; None: the client.
         clock: function that returns seconds.
@@ -189,7 +203,8 @@ class Objects:
     ) -> None:
         self.seconds, self.clock = seconds, clock
         self._client, self._writer = client, client if writer is None else writer
-        self.breaker, self.rate = Breaker(clock), TransferRate(clock)
+        self.reads, self.writes = Breaker("read", clock), Breaker("written", clock)
+        self.rate = TransferRate(clock)
         self._pool = ThreadPoolExecutor(THREADS, "mpic-remote-read")
         self._ahead_bytes = 0
         self._lock = threading.Lock()
@@ -202,15 +217,16 @@ class Objects:
     # Reading, for which somebody waits
 
     def heads(self, names: list[str]) -> dict[str, Head]:
-        """Returns the heads of those objects that exist and answer within the limit."""
-        if self.breaker.open:
+        """Returns the heads of those objects that exist and answer within the limit of a look-up."""
+        if self.reads.open:
             return {}
+        limit = LOOK_UP * self.seconds
         futures = {name: self._pool.submit(self.head, name) for name in names}
-        _, late = wait(futures.values(), self.seconds)
+        _, late = wait(futures.values(), limit)
         for future in late:
             future.cancel()
         if late:
-            self.breaker.failed(TimeoutError(f"no answer within {self.seconds:g} s"))
+            self.reads.failed(TimeoutError(f"no answer within {limit:g} s"))
         found = {}
         for name, future in futures.items():
             try:
@@ -225,9 +241,10 @@ class Objects:
         """Returns the head of an object, or None. Raises StoreUnavailable."""
         began = self.clock()
         try:
-            head = self._use(self._read_head, name)
+            head = self._use(self.reads, self._read_head, name)
         except FileNotFoundError:
             head = None
+        self.reads.succeeded()
         self.rate.answered(self.clock() - began)
         return head
 
@@ -263,7 +280,7 @@ class Objects:
         except TimeoutError as error:
             if left < self.seconds:  # a slow store, and not a dead one
                 raise StoreUnavailable(f"the load took longer than {self.seconds:g} s") from None
-            raise self._failed(error) from None
+            raise self._failed(self.reads, error) from None
 
     def _range(self, name: str, start: int, size: int, etag: str | None) -> memoryview:
         from obstore.exceptions import PreconditionError
@@ -274,7 +291,7 @@ class Objects:
             options: dict[str, Any] = {"range": (start, start + size)}
             if etag is not None:
                 options["if_match"] = etag
-            data = memoryview(self._use(lambda: self._client.get(name, options=options).bytes()))
+            data = memoryview(self._use(self.reads, lambda: self._client.get(name, options=options).bytes()))
             done = len(data)
             return data
         except PreconditionError:
@@ -299,68 +316,66 @@ class Objects:
     def exists(self, name: str) -> dict[str, Any] | None:
         """Returns size and version of an object, or None."""
         try:
-            return self._use(self._writer.head, name)
+            return self._use(self.writes, self._writer.head, name)
         except FileNotFoundError:
             return None
 
     def get(self, name: str) -> bytes | None:
         """Returns a small object, or None."""
         try:
-            return bytes(self._use(lambda: self._writer.get(name).bytes()))
+            return bytes(self._use(self.writes, lambda: self._writer.get(name).bytes()))
         except FileNotFoundError:
             return None
 
     def put(self, name: str, data: bytes | Path) -> None:
         """Writes an object, which appears as a whole or not at all. Raises FileNotFoundError: the file is gone."""
         try:
-            self._use(self._writer.put, name, data)
+            self._use(self.writes, self._writer.put, name, data)
         except FileNotFoundError as error:
             if isinstance(data, Path) and not data.exists():
                 raise
-            raise self._failed(error) from error  # there is no such bucket or folder
+            raise self._failed(self.writes, error) from error  # there is no such bucket or folder
 
     def delete(self, name: str) -> None:
         """Deletes an object, if it is there."""
         with suppress(FileNotFoundError):
-            self._use(self._writer.delete, name)
+            self._use(self.writes, self._writer.delete, name)
 
     def rename(self, name: str, new: str) -> None:
-        self._use(self._writer.rename, name, new)
+        self._use(self.writes, self._writer.rename, name, new)
 
     def list(self, prefix: str) -> Iterator[dict[str, Any]]:
         """Yields ``path``, ``size``, ``last_modified`` and ``e_tag`` of every object below a prefix."""
-        pages = iter(self._use(self._writer.list, prefix))
-        while (page := self._use(next, pages, None)) is not None:
+        pages = iter(self._use(self.writes, self._writer.list, prefix))
+        while (page := self._use(self.writes, next, pages, None)) is not None:
             yield from page
 
     def probe(self) -> None:
-        """Asks the store for something, and closes the breaker if it answers."""
-        try:
-            self.exists("probe")
-        except StoreUnavailable:
-            return
-        self.breaker.succeeded()
+        """Asks the store for something, and has it read again if it answers."""
+        with suppress(FileNotFoundError):
+            self._use(self.reads, self._client.head, "probe")
+        self.reads.close()
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # Inside
 
-    def _use(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
+    def _use(self, breaker: Breaker, call: Callable[..., T], *args: Any) -> T:
         """Calls the client. Raises StoreUnavailable for any error that is not about the one object."""
         from obstore.exceptions import PreconditionError
 
         try:
-            return call(*args, **options)
+            return call(*args)
         except (FileNotFoundError, PreconditionError):
             raise
         except Exception as error:  # obstore's BaseError, and whatever a folder's file system raises
-            raise self._failed(error) from error
+            raise self._failed(breaker, error) from error
 
-    def _failed(self, error: BaseException) -> StoreUnavailable:
+    def _failed(self, breaker: Breaker, error: BaseException) -> StoreUnavailable:
         if not str(error):
             error = TimeoutError(f"no answer within {self.seconds:g} s")
-        self.breaker.failed(error)
+        breaker.failed(error)
         return StoreUnavailable(f"the remote store cannot be used: {_line(error)}")
 
 
@@ -396,6 +411,10 @@ class ObjectReader(FileSystem):
         return self._head.size
 
     def close(self, fd: int) -> None:
+        pass
+
+    def end(self) -> None:
+        """The load has ended: what was read ahead is of no use."""
         while self._ahead:
             _, size, future = self._ahead.popleft()
             future.cancel()
@@ -416,15 +435,13 @@ class ObjectReader(FileSystem):
 
     def _from_store(self, offset: int, size: int) -> memoryview:
         objects = self._objects
-        if objects.breaker.open:
-            raise StoreUnavailable(f"the remote store cannot be used: {objects.breaker.error}")
-        future = None
+        if objects.reads.open:
+            raise StoreUnavailable(f"the remote store cannot be used: {objects.reads.error}")
         if self._ahead and self._ahead[0][:2] == (offset, size):
             _, _, future = self._ahead.popleft()
             objects.release_ahead(size)
         else:
-            self.close(0)
-        if future is None:
+            self.end()
             future = objects.ask(self._name, offset, size, self._head.etag)
         self._read_ahead(offset + size, size)
         deadline = self._deadline if self._deadline is not None else objects.clock() + objects.seconds

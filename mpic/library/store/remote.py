@@ -81,7 +81,7 @@ class RemoteChunk:
             with self._store.reading(self._key, self._reader):
                 yield from self._file.read_layers(destination)
         finally:
-            self._reader.close(0)
+            self._reader.end()
         self._store.count(bytes_read=destination.nbytes)
 
     def worth(self, seconds: float) -> bool:
@@ -258,8 +258,8 @@ class RemoteTier:
         self.objects.close()
 
     def stats(self) -> dict[str, int]:
-        """Returns counters. ``chunks`` and ``bytes`` are those that this process has found or put there; ``up`` is 0
-        while the store is left alone."""
+        """Returns counters. ``chunks`` and ``bytes`` are those that this process has found or put there; ``up`` and
+        ``writable`` are 0 while the store is not read or not written."""
         rate = self.objects.rate
         with self._changed:
             measured = {
@@ -267,7 +267,8 @@ class RemoteTier:
                 "bytes": sum(self._known.values()),
                 "uploads_waiting": len(self._uploads),
                 "deletions_waiting": len(self._deletions),
-                "up": int(not self.objects.breaker.open),
+                "up": int(not self.objects.reads.open),
+                "writable": int(not self.objects.writes.open),
             }
             if rate.latency is not None:
                 measured["latency_us"] = round(1e6 * rate.latency)
@@ -300,6 +301,8 @@ class RemoteTier:
         while (work := self._next()) is not None:
             try:
                 work()
+                if work != self.objects.probe:
+                    self.objects.writes.succeeded()
             except StoreUnavailable:
                 pass  # logged by the breaker; what was not done is still queued
             except Exception:  # such as a busy catalogue; it is tried again
@@ -312,14 +315,14 @@ class RemoteTier:
                     self._changed.notify_all()
 
     def _next(self) -> Callable[[], None] | None:
-        """Waits for something to do, deletions first; None: stop. While the store does not answer it is probed."""
-        breaker = self.objects.breaker
+        """Waits for something to do, deletions first; None: stop. While the store is not read it is probed."""
+        reads, writes = self.objects.reads, self.objects.writes
         with self._changed:
             while not self._stopping:
-                if breaker.open:
-                    if not (pause := breaker.pause()):
-                        self._working = True
-                        return self.objects.probe
+                if reads.open and not reads.pause():
+                    self._working = True
+                    return self.objects.probe
+                if pause := max(b.pause() if b.open else 0.0 for b in (reads, writes)):
                     self._changed.wait(pause)
                     continue
                 for queue, do in (
