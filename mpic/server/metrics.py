@@ -175,5 +175,4 @@ def _tiers(tiers: dict[str, dict[str, int]]) -> Iterator[Metric]:
         (GaugeMetricFamily, "deletions_waiting", "Deletions of which a remote tier has yet to be told"),
     ):
         counted = {tier: counts[name] for tier, counts in tiers.items() if name in counts}
-        if counted:
-            yield _by(kind, f"mpic_tier_{name}", description, "tier", counted)
+        yield _by(kind, f"mpic_tier_{name}", description, "tier", counted)
