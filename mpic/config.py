@@ -198,7 +198,7 @@ class LibraryConfig(StorageLimits):
             otherwise; 0: those with more than the model's context.
         remote: a store of compiled chunks that several servers share, such as s3://bucket/prefix, gs://, az:// or
             file:///mnt/shared; install mpic[remote]. Default: none.
-        remote_seconds: longest time that a request waits for it: to find chunks, and to load one.
+        remote_seconds: longest time that a request waits for a chunk from there; a look-up takes a fifth of it at most.
     """
 
     data_dir: str = field(default_factory=default_data_dir)

@@ -85,7 +85,7 @@ class ManualClock:
     """A clock that stands still until it is moved."""
 
     def __init__(self):
-        self.now = 1000.0
+        self.now, self.lock = 1000.0, threading.Lock()
 
     def __call__(self):
         return self.now

@@ -1,17 +1,22 @@
 """The remote tier over a folder: what one server has compiled another loads, and what a store that fails costs."""
 
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
+from random import Random
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
 from engine_kit import family, ids, image_chunk, prompt_of, request_of, text_chunk
-from library_tools import chunks, flip, make_chunk, picture, read, text_key
+from library_tools import chunks, drop, flip, make_chunk, picture, read, size_of, text_key
 from remote_kit import PATIENCE, Dead, Hung, ManualClock, folder_client, server, settled, tier_of
+from threads_kit import in_threads
 
 from mpic.engine.native.engine import NativeEngine
 from mpic.errors import CorruptFile, NotFound
+from mpic.kv.file import HEAD_BYTES
+from mpic.library import Limits
 from mpic.library.store.objects import Objects, StoreUnavailable, TransferRate
 from mpic.library.store.remote import content_of, object_of
 
@@ -369,6 +374,74 @@ def test_a_tombstone_keeps_other_servers_from_storing_a_content_until_its_librar
     assert opened("c").store.find([chunk.key])[chunk.key].tier == "remote"
 
 
+def test_a_chunk_that_the_disk_has_evicted_comes_back_from_the_store(opened):
+    some = chunks(2)
+    a = opened(limits=Limits(disk_bytes=size_of(some[0])))
+    for chunk in some:
+        a.store.save(chunk)
+        settled(a)
+    assert a.store.missing_reason(some[0].key) == "evicted"
+    found = a.store.find([chunk.key for chunk in some])
+    assert [found[chunk.key].tier for chunk in some] == ["remote", "disk"]
+    assert torch.equal(read(found[some[0].key], some[0].kv), some[0].kv)
+
+
+def test_a_load_that_outlasts_the_limit_ends_and_the_store_is_still_used(opened, client):
+    """A store may be slow without being dead."""
+    clock, chunk = ManualClock(), large_chunk()
+    a, b = opened("a"), opened("b", seconds=30.0, clock_remote=clock)
+    a.store.save(chunk)
+    settled(a)
+    layers = b.store.find([chunk.key])[chunk.key].read_layers(torch.empty_like(chunk.kv))
+    assert [next(layers) for _ in range(3)] == [0, 1, 2]
+    clock.now += 30
+    with pytest.raises(StoreUnavailable, match="longer than 30 s"):
+        next(layers)
+    assert tier_of(b).stats()["up"] == 1 and tier_of(b).objects._ahead_bytes == 0
+
+
+def test_no_byte_is_wrong_under_many_threads_over_a_store_that_fails_and_lies(opened, client):
+    some = [
+        make_chunk(text_key(f"text {i}", owner="ab"[i % 2]), n=300, layers=4, heads=8, seed=i)
+        for i in range(8)
+    ]
+    chance, served = Random(7), []
+    a, b = opened("a"), opened("b")
+
+    def fault(method, name):
+        if chance.random() < 0.03:
+            raise ConnectionError("no route to host")
+
+    def lie(name, data):
+        at = chance.randrange(len(data)) if data and chance.random() < 0.1 else None
+        return data if at is None else data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+    client.fault, client.change = fault, lie
+
+    def work(number):
+        store = (a, b)[number % 2].store
+        for i in range(40):
+            chunk = some[(3 * i + number) % len(some)]
+            stored = store.find([chunk.key]).get(chunk.key)
+            if stored is None:
+                store.save(chunk)
+                continue
+            destination = torch.empty_like(chunk.kv)
+            with suppress(CorruptFile, NotFound, StoreUnavailable):
+                for layer in stored.read_layers(destination):
+                    assert torch.equal(destination[layer], chunk.kv[layer])
+                served.append(stored.tier)
+            if i % 5 == 4:
+                drop(store, chunk.key, (a, b)[number % 2].catalog)
+            for one in (a, b):
+                one_tier = tier_of(one).objects
+                one_tier.reads.succeeded()
+                one_tier.writes.succeeded()
+
+    in_threads(work, range(4))
+    assert served and all(tier_of(one).objects._ahead_bytes == 0 for one in (a, b))
+
+
 # The cost rule
 
 
@@ -386,6 +459,40 @@ def test_the_bandwidth_is_that_of_all_reads_together_less_one_latency():
     rate.begin()
     rate.end(0)  # it has failed
     assert rate.seconds(100 << 20) == pytest.approx(1.02)
+
+
+@pytest.mark.parametrize(
+    "per_token, bandwidth, seconds_per_token, loaded",
+    [
+        (512 << 10, 1e9, 0.05e-3, False),  # a 7 B model with every head on an H100, over 10 Gbit/s
+        (512 << 10, 12e9, 0.05e-3, True),  # the same from the memory of another machine
+        (56 << 10, 1e9, 0.05e-3, False),  # a model with grouped heads breaks even at 1.15 GB/s
+        (56 << 10, 1.3e9, 0.05e-3, True),
+        (512 << 10, 0.1e9, 10e-3, True),  # a CPU
+    ],
+)
+def test_the_rule_decides_by_what_it_has_measured(
+    opened, client, per_token, bandwidth, seconds_per_token, loaded
+):
+    """A simulation: the clock moves by what a store of this bandwidth would take."""
+    clock, chunk = ManualClock(), large_chunk()
+    a, b = opened("a"), opened("b", clock_remote=clock)
+    a.store.save(chunk)
+    settled(a)
+
+    def take_time(name, data):
+        with clock.lock:
+            clock.now += 0.0 if len(data) == HEAD_BYTES else len(data) / bandwidth
+        return data
+
+    client.change = take_time
+    stored, tier = b.store.find([chunk.key])[chunk.key], tier_of(b)
+    assert stored.worth(0.0), "it is loaded as long as nothing is known"
+    read(stored, chunk.kv)
+    tokens = 1000
+    file = SimpleNamespace(kv_end=tokens * per_token)
+    assert tier.worth(chunk.key, file, None, tokens * seconds_per_token) is loaded
+    assert tier.objects.rate.seconds(file.kv_end) == pytest.approx(tokens * per_token / bandwidth)
 
 
 @pytest.mark.parametrize("factor, loaded", [(0.99, True), (1.01, False)])

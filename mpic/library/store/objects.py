@@ -274,12 +274,15 @@ class Objects:
             FileNotFoundError: the object is gone, or is another version now.
             StoreUnavailable: the store has failed, or the deadline has passed.
         """
+        slow = StoreUnavailable(f"the load took longer than {self.seconds:g} s")
         left = deadline - self.clock()
+        if left <= 0:
+            raise slow
         try:
-            return future.result(max(0.0, min(left, self.seconds)))
+            return future.result(min(left, self.seconds))
         except TimeoutError as error:
             if left < self.seconds:  # a slow store, and not a dead one
-                raise StoreUnavailable(f"the load took longer than {self.seconds:g} s") from None
+                raise slow from None
             raise self._failed(self.reads, error) from None
 
     def _range(self, name: str, start: int, size: int, etag: str | None) -> memoryview:
