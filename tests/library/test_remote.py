@@ -17,6 +17,7 @@ from mpic.engine.native.engine import NativeEngine
 from mpic.errors import CorruptFile, NotFound
 from mpic.kv.file import HEAD_BYTES
 from mpic.library import Limits
+from mpic.library.store import objects as objects_module
 from mpic.library.store.objects import Objects, StoreUnavailable, TransferRate
 from mpic.library.store.remote import content_of, object_of
 
@@ -209,6 +210,17 @@ def test_a_dead_store_is_asked_once_and_then_left_alone_until_a_probe_succeeds(o
     assert list(b.store.find([chunk.key])) == [chunk.key]
 
 
+def test_a_store_that_has_failed_is_probed_without_a_request(opened, client, monkeypatch):
+    monkeypatch.setattr(objects_module, "PAUSE", 0.0)
+    b, dead = opened("b"), Dead()
+    client.fault, tier = dead, tier_of(b)
+    assert tier.wait(PATIENCE)  # its thread is asleep
+    b.store.find([text_key()])
+    dead.down = False
+    with tier._changed:
+        assert tier._changed.wait_for(lambda: not tier.objects.reads.open, PATIENCE)
+
+
 def test_a_store_that_can_be_read_and_not_written_is_still_read(opened, client):
     a, b, chunk, other = opened("a"), opened("b"), make_chunk(), make_chunk(text_key("other"))
     a.store.save(chunk)
@@ -231,8 +243,10 @@ def test_the_pause_between_two_probes_doubles_up_to_a_minute(client):
     breaker = Objects(1.0, client, clock=clock).reads
     pauses = []
     for _ in range(7):
-        breaker.failed(ConnectionError("no route"))
+        for _ in range(3):  # several calls under way
+            breaker.failed(ConnectionError("no route"))
         pauses.append(breaker.pause())
+        clock.now += breaker.pause()
     assert pauses == [2, 4, 8, 16, 32, 60, 60]
     breaker.close()  # a probe has succeeded, and the next read has not
     breaker.failed(ConnectionError("no route"))
@@ -251,6 +265,25 @@ def test_a_store_that_does_not_answer_costs_all_chunks_of_a_prompt_one_limit(ope
     asked = client.count("get")
     hung.go.set()
     assert asked <= 40 and tier_of(b).stats()["up"] == 0
+
+
+def test_an_answer_that_comes_too_late_does_not_have_the_next_request_wait_again(opened, client):
+    clock, chunk = ManualClock(), make_chunk()
+    a, b = opened("a"), opened("b", seconds=10.0, clock_remote=clock)
+    a.store.save(chunk)
+    settled(a)
+
+    def slow(method, name):
+        clock.now += 3  # a look-up may take 2
+
+    objects, client.fault = tier_of(b).objects, slow
+    objects.reads.failed(TimeoutError("no answer"))
+    assert objects.head(object_of(chunk.key)) is not None and objects.reads.open
+    objects.probe()
+    assert objects.reads.open
+    client.fault = lambda method, name: None
+    objects.probe()
+    assert not objects.reads.open
 
 
 def test_uploads_wait_in_a_bounded_queue_and_what_found_no_room_is_uploaded_when_it_is_next_used(

@@ -1,6 +1,7 @@
 """The remote tier over an S3 server of moto on loopback: what differs from a folder, and a server that is killed."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -112,6 +113,14 @@ def test_a_server_that_is_killed_in_the_middle_of_a_load_ends_it_and_the_next_re
 def test_what_is_no_store_is_refused_by_its_key(url):
     with pytest.raises(ConfigError, match=r"\[library\] remote must be a URL") as refused:
         load_config(None, {"data_dir": "x", "remote": url})
+    assert refused.value.param == "remote"
+
+
+def test_a_server_without_obstore_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    config = load_config(None, {"data_dir": "x", "remote": "s3://bucket/prefix"}).library
+    with pytest.raises(ConfigError, match=r"install mpic\[remote\]") as refused:
+        config.remote_tiers()
     assert refused.value.param == "remote"
 
 

@@ -94,6 +94,8 @@ class Breaker:
         self._pause, self._due = PAUSE, 0.0
         self.error: str | None = None
         """What went wrong, while the store is left alone; None while it is used."""
+        self.opened: Callable[[], None] = lambda: None
+        """Called when it has opened: whoever is to try again may be asleep."""
 
     @property
     def open(self) -> bool:
@@ -103,9 +105,12 @@ class Breaker:
         with self._lock:
             if self.error is None:
                 log.warning("the remote store is not %s for now: %s", self._what, _line(error))
+            elif self._clock() < self._due:
+                return  # calls that were under way together fail together
             self.error = _line(error)
             self._due = self._clock() + self._pause
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self.opened()
 
     def close(self) -> None:
         """Lets the store be used again; the next pause is longer still if it fails at once."""
@@ -244,8 +249,10 @@ class Objects:
             head = self._use(self.reads, self._read_head, name)
         except FileNotFoundError:
             head = None
-        self.reads.succeeded()
-        self.rate.answered(self.clock() - began)
+        seconds = self.clock() - began
+        self.rate.answered(seconds)
+        if seconds <= LOOK_UP * self.seconds:
+            self.reads.succeeded()
         return head
 
     def _read_head(self, name: str) -> Head:
@@ -349,15 +356,19 @@ class Objects:
 
     def list(self, prefix: str) -> Iterator[dict[str, Any]]:
         """Yields ``path``, ``size``, ``last_modified`` and ``e_tag`` of every object below a prefix."""
-        pages = iter(self._use(self.writes, self._writer.list, prefix))
+        pages = iter(self._use(self.writes, self._client.list, prefix))
         while (page := self._use(self.writes, next, pages, None)) is not None:
             yield from page
 
     def probe(self) -> None:
-        """Asks the store for something, and has it read again if it answers."""
+        """Asks the store for something, and has it read again if it answers within the limit of a look-up."""
+        began = self.clock()
         with suppress(FileNotFoundError):
             self._use(self.reads, self._client.head, "probe")
-        self.reads.close()
+        if self.clock() - began <= LOOK_UP * self.seconds:
+            self.reads.close()
+        else:
+            self.reads.failed(TimeoutError("it answers too slowly"))
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

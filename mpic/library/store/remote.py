@@ -145,6 +145,7 @@ class RemoteTier:
         """
         self._disk, self._library = disk, library
         self._deletions.update(dict.fromkeys(disk.owed()))
+        self.objects.reads.opened = self._wake
         self._thread = threading.Thread(target=self._work, name="mpic-remote", daemon=True)
         self._thread.start()
 
@@ -296,6 +297,10 @@ class RemoteTier:
                 self._known.popitem(last=False)
 
     # The thread that writes
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _work(self) -> None:
         while (work := self._next()) is not None:
