@@ -110,7 +110,9 @@ def tier_of(library):
 def settled(library):
     """Waits until nothing is left to be written; returns the tier's counters."""
     tier = tier_of(library)
-    assert tier.wait(PATIENCE)
+    left = lambda: tier._working or tier._uploads or tier._deletions or tier._damaged or tier._measure
+    with tier._changed:
+        assert tier._changed.wait_for(lambda: not left(), PATIENCE), "it has not been written"
     return tier.stats()
 
 

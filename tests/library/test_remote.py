@@ -214,7 +214,7 @@ def test_a_store_that_has_failed_is_probed_without_a_request(opened, client, mon
     monkeypatch.setattr(objects_module, "PAUSE", 0.0)
     b, dead = opened("b"), Dead()
     client.fault, tier = dead, tier_of(b)
-    assert tier.wait(PATIENCE)  # its thread is asleep
+    settled(b)  # its thread is asleep
     b.store.find([text_key()])
     dead.down = False
     with tier._changed:

@@ -18,14 +18,14 @@ import logging
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from mpic.errors import CorruptFile, MPICError, NotFound
-from mpic.kv.chunk import ChunkInputs, ChunkKey, KVKey
+from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey
 from mpic.kv.file import ChunkFile
 from mpic.library.folder.layout import owner_folder
 from mpic.library.store.disk import DiskStore
@@ -92,25 +92,6 @@ class RemoteChunk:
         self._store.set_aside(self._key, self._reader, error)
 
 
-class _Reading:
-    """Turns what goes wrong while a chunk is read into what ``StoredChunk`` raises, and counts it."""
-
-    def __init__(self, store: RemoteTier, key: KVKey, reader: ObjectReader) -> None:
-        self._store, self._key, self._reader = store, key, reader
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, FileNotFoundError):
-            self._store.forget(self._key)
-            raise NotFound(f"chunk {self._key.chunk} has left the remote store") from None
-        if isinstance(error, CorruptFile):
-            self._store.set_aside(self._key, self._reader, error)
-        elif isinstance(error, OSError):
-            self._store.count(failed_reads=1)
-
-
 class RemoteTier:
     """Chunks in a shared store. Thread-safe. A dead store costs a request at most the limit of ``objects``, once.
 
@@ -125,9 +106,8 @@ class RemoteTier:
         self._disk: DiskStore | None = None
         self._library = ""
         self._known: OrderedDict[str, int] = OrderedDict()  # bytes by key digest, the oldest first
-        self._damaged: dict[
-            KVKey, tuple[str, str | None]
-        ] = {}  # objects to be set aside, and the version that is damaged
+        # what is to be moved aside: its object, and the version that was read
+        self._damaged: dict[KVKey, tuple[str, str | None]] = {}
         self._uploads: OrderedDict[KVKey, None] = OrderedDict()
         self._deletions: OrderedDict[str, None] = OrderedDict()  # contents
         self._measure: tuple[ObjectReader, int] | None = None
@@ -180,8 +160,20 @@ class RemoteTier:
         self.count(requested=len(keys), hits=len(found), missing=len(keys) - len(found))
         return found
 
-    def reading(self, key: KVKey, reader: ObjectReader) -> _Reading:
-        return _Reading(self, key, reader)
+    @contextmanager
+    def reading(self, key: KVKey, reader: ObjectReader) -> Iterator[None]:
+        """Turns what goes wrong while a chunk is read into what ``StoredChunk`` raises, and counts it."""
+        try:
+            yield
+        except FileNotFoundError:
+            self.forget(key)
+            raise NotFound(f"chunk {key.chunk} has left the remote store") from None
+        except CorruptFile as error:
+            self.set_aside(key, reader, error)
+            raise
+        except OSError:
+            self.count(failed_reads=1)
+            raise
 
     def worth(self, key: KVKey, file: ChunkFile, reader: ObjectReader, seconds: float) -> bool:
         """Applies the cost rule: ``latency + bytes / bandwidth < seconds``. A chunk is loaded while the bandwidth is
@@ -208,9 +200,9 @@ class RemoteTier:
 
     # Writing
 
-    def save(self, chunk: object) -> None:
+    def save(self, chunk: ChunkKV) -> None:
         """Queues an upload; see ``offer``. The file is read from the disk, which has it already."""
-        self.offer([chunk.key])  # type: ignore[attr-defined]
+        self.offer([chunk.key])
 
     def offer(self, keys: Iterable[KVKey]) -> None:
         """Queues uploads of chunks that are on the disk, unless they are known to be in the store. One that finds no
@@ -239,14 +231,6 @@ class RemoteTier:
     def owes(self, owner: str, chunk: ChunkKey) -> str:
         """Returns the name by which the catalogue notes a deletion until the store has been told."""
         return content_of(owner, chunk)
-
-    def wait(self, seconds: float) -> bool:
-        """Waits until nothing is left to be written; returns whether that is so."""
-        idle = lambda: (
-            not (self._working or self._uploads or self._deletions or self._damaged or self._measure)
-        )
-        with self._changed:
-            return self._changed.wait_for(idle, seconds)
 
     def close(self) -> None:
         """Ends the thread after what it does now. What it has not uploaded is uploaded when it is next used; deletions
