@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
@@ -55,21 +55,18 @@ def usage(objects: Objects) -> dict[str, tuple[int, int]]:
     return dict(totals)
 
 
-def check(
-    objects: Objects, contents: bool = True, progress: Callable[[int], None] = lambda done: None
-) -> Iterator[Fault]:
+def check(objects: Objects, contents: bool = True) -> Iterator[Fault]:
     """Yields what is wrong in a store. What should have been deleted, or was moved aside earlier, is deleted; what is
     found to be damaged is moved aside.
 
     Args:
         contents: read every byte of every chunk; otherwise names alone are looked at.
-        progress: called with the number of bytes of each object that was read.
 
     Raises:
         StoreUnavailable: the store has failed; what was yielded has been done.
     """
     deleted = {found["path"].removeprefix(f"{DELETED}/") for found in objects.list(f"{DELETED}/")}
-    for one in stored(objects):
+    for one in list(stored(objects)):  # what is renamed below must not be met again
         if one.content in deleted and objects.exists(
             f"{DELETED}/{one.content}"
         ):  # and not added anew meanwhile
@@ -78,11 +75,9 @@ def check(
         elif one.damaged:
             objects.delete(one.name)
             yield Fault(one.name, one.owner, "was moved aside as damaged", "deleted now")
-        elif contents:
-            if (what := _damage(objects, one.name)) is not None:
-                objects.rename(one.name, one.name.removesuffix(SUFFIX) + DAMAGED)
-                yield Fault(one.name, one.owner, what, "moved aside; compiled again on next use")
-            progress(one.size)
+        elif contents and (what := _damage(objects, one.name)) is not None:
+            objects.rename(one.name, one.name.removesuffix(SUFFIX) + DAMAGED)
+            yield Fault(one.name, one.owner, what, "moved aside; compiled again on next use")
 
 
 def _damage(objects: Objects, name: str) -> str | None:
