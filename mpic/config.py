@@ -36,8 +36,10 @@ from mpic.press import parse_press
 
 if TYPE_CHECKING:
     from mpic.library import Limits
+    from mpic.library.store import Objects, RemoteTier
 
 ORIGIN = re.compile(r"https?://(\[[0-9a-f:]+\]|[a-z0-9.-]+)(:\d+)?")
+REMOTE = re.compile(r"file:///.|(?:s3|gs|az|abfss?)://.")
 ROOT_PATH = re.compile(
     r"(?!/(?:v1|ui|docs|health|metrics)(?:/|$))(?:/[A-Za-z0-9_~-][A-Za-z0-9._~-]{0,63}){1,8}"
 )
@@ -183,7 +185,7 @@ class EngineConfig:
     vllm_args: str = ""
 
 
-NOT_LIMITS = ("data_dir", "split_tokens")
+NOT_LIMITS = ("data_dir", "split_tokens", "remote", "remote_seconds")
 
 
 @dataclass(frozen=True)
@@ -194,16 +196,38 @@ class LibraryConfig(StorageLimits):
         data_dir: holds the catalogue, the originals and the compiled chunks.
         split_tokens: documents with more tokens are cut into chunks when they are uploaded, unless the upload says
             otherwise; 0: those with more than the model's context.
+        remote: a store of compiled chunks that several servers share, such as s3://bucket/prefix, gs://, az:// or
+            file:///mnt/shared; install mpic[remote]. Default: none.
+        remote_seconds: longest time that a request waits for a chunk from there; a look-up takes a fifth of it at most.
     """
 
     data_dir: str = field(default_factory=default_data_dir)
     split_tokens: int = 0
+    remote: str = ""
+    remote_seconds: float = 10.0
 
     def limits(self) -> Limits:
         """Returns the library's limits; limits that are not in the configuration have their defaults."""
         from mpic.library import Limits
 
         return Limits(**{name: value for name, value in vars(self).items() if name not in NOT_LIMITS})
+
+    def objects(self) -> Objects | None:
+        """Returns the objects of the remote store; None if there is none. Nothing is sent yet.
+
+        Raises:
+            ConfigError: ``remote`` is not the URL of a store that can be used, or obstore is not installed.
+        """
+        from mpic.library.store import Objects
+
+        return Objects.at(self.remote, self.remote_seconds) if self.remote else None
+
+    def remote_tiers(self) -> list[RemoteTier]:
+        """Returns the tiers beyond the disk. Raises ConfigError: see ``objects``."""
+        from mpic.library.store import RemoteTier
+
+        objects = self.objects()
+        return [] if objects is None else [RemoteTier(objects)]
 
 
 def bundled_embedder() -> str:
@@ -299,6 +323,7 @@ def load_config(path: str | Path | None = None, flags: Mapping[str, Any] | None 
     check_engine(config.engine)
     if not config.library.data_dir:
         raise ConfigError("[library] data_dir is empty: give a folder, or leave it out", param="data_dir")
+    check_remote(config.library)
     return config
 
 
@@ -348,6 +373,17 @@ def proxies(config: ServerConfig) -> list[IPv4Network | IPv6Network]:
             f"[server] trusted_proxies holds addresses or networks, comma-separated: {exc}",
             param="trusted_proxies",
         ) from None
+
+
+def check_remote(config: LibraryConfig) -> None:
+    """Refuses a remote store that cannot be meant. Raises ConfigError."""
+    if config.remote and not REMOTE.match(config.remote):
+        raise ConfigError(
+            f"[library] remote must be a URL such as s3://bucket/prefix or file:///mnt/shared, not {config.remote!r}",
+            param="remote",
+        )
+    if not config.remote_seconds >= 0.1:
+        raise ConfigError("[library] remote_seconds must be at least 0.1", param="remote_seconds")
 
 
 def check_engine(config: EngineConfig) -> None:

@@ -166,6 +166,7 @@ async def figures(request: gr.Request) -> str:
         (f"first token, {name}", parts.ms(value)) for name, value in found["first_token_ms"].items() if value
     ]
     for tier in found["tiers"]:
-        used = f"{parts.size(tier['bytes'])} of {parts.size(tier['budget'])}, {tier['chunks']:,} chunks"
+        most = f" of {parts.size(tier['budget'])}" if tier["budget"] else ""
+        used = f"{parts.size(tier['bytes'])}{most}, {tier['chunks']:,} chunks"
         rows.append((tier["tier"], used))
     return parts.table(("Figure", "Now"), rows)

@@ -9,7 +9,6 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 PERCENTILES = (50, 90, 99)
-TIERS = ("device", "host", "disk", "remote")
 
 
 class Figures:
@@ -25,6 +24,10 @@ class Figures:
         """Returns the sum of the samples with these labels."""
         wanted = labels.items()
         return sum(value for has, value in self._samples[name] if wanted <= has.items())
+
+    def values(self, name: str, label: str) -> list[str]:
+        """Returns the values of a label, in the order of the samples."""
+        return [has[label] for has, _ in self._samples[name]]
 
     def buckets(self, name: str) -> list[tuple[float, float]]:
         """Returns the upper bounds of a histogram, with the number of values at or below each."""
@@ -50,8 +53,8 @@ def figures(text: str) -> dict[str, Any]:
                 "tier": tier,
                 **{n: int(found.get(f"mpic_tier_{n}", tier=tier)) for n in ("bytes", "budget", "chunks")},
             }
-            for tier in TIERS
-            if found.get("mpic_tier_budget", tier=tier)
+            for tier in found.values("mpic_tier_budget", "tier")
+            if found.get("mpic_tier_budget", tier=tier) or found.get("mpic_tier_chunks", tier=tier)
         ],
     }
 

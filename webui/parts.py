@@ -20,6 +20,7 @@ STATES = {
     "device": "reused from the device",
     "host": "reused from host memory",
     "disk": "reused from disk",
+    "remote": "reused from the shared store",
     "prefix": "found in the prefix cache",
     "compiled": "compiled for this answer, then reused",
     "recomputed": "recomputed by the policy",

@@ -12,7 +12,7 @@ from mpic.api.base import CLOSED, ClosedObject, one_of
 
 FinishReason = Annotated[str, one_of("stop", "length", "tool_calls")]
 
-Origin = Annotated[str, one_of("new", "prefix", "recomputed", "device", "host", "disk", "compiled")]
+Origin = Annotated[str, one_of("new", "prefix", "recomputed", "device", "host", "disk", "remote", "compiled")]
 
 # ---- dictionaries inside messages: clients send them back as they came
 
@@ -128,11 +128,12 @@ class ChunkUsed(ClosedObject):
     reused: int
     recomputed: int
     tier: str = Field(
-        description="where its KV came from: device, host, disk, a remote tier's name, compiled; none: all recomputed"
+        description="where its KV came from: device, host, disk, remote, compiled; none: all recomputed"
     )
     reason: str | None = Field(
-        description="why not all was reused: policy, new, recipe, evicted, expired, model_changed, corrupt; "
-        "with vLLM also missing, mismatch, late, rows (too many ranges to link)"
+        description="why not all was reused: policy, new, recipe, evicted, expired, model_changed, corrupt, "
+        "slower (than computing it), unavailable (the remote store); with vLLM also missing, mismatch, late, "
+        "rows (too many ranges to link)"
     )
     ms: float
     press: str | None = Field(description="name of the press that compressed its KV, or null")
@@ -146,7 +147,7 @@ class TraceSpan(ClosedObject):
     end: int
     state: Origin = Field(
         description="new: your text, computed; prefix: found in the prefix cache; recomputed: of an image or document, "
-        "computed again; else reused, from where: device, host, disk, or compiled in this request"
+        "computed again; else reused, from where: device, host, disk, remote, or compiled in this request"
     )
     kind: Annotated[str, one_of("text", "image", "video", "document")]
     label: str | None

@@ -11,6 +11,7 @@ COLOURS = {
     "device": "#2f9e6e",
     "host": "#2f9e6e",
     "disk": "#2f9e6e",
+    "remote": "#2f9e6e",
     "compiled": "#8fcf9f",
     "recomputed": "#e0a030",
     "new": "#c8ccd4",

@@ -273,7 +273,8 @@ class Health(ApiObject):
     """The state of the server, what runs, and the policies on offer. ``ready`` False is an answer too.
 
     ``engine`` holds the engine's counters where the key is an admin's or none is needed, and is empty for others. It
-    holds ``error`` when the engine is not ready.
+    holds ``error`` when the engine is not ready. ``tiers`` holds the counters of the tiers of compiled chunks, nearest
+    first, for the same keys as those of the engine.
     """
 
     status: str
@@ -286,6 +287,7 @@ class Health(ApiObject):
     policies: tuple[str, ...]
     press: str = ""
     presses: tuple[str, ...] = ()
+    tiers: dict[str, dict[str, int]] = Field(default_factory=dict)
 
 
 # ---- errors

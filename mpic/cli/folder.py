@@ -11,6 +11,7 @@ from mpic.cli.common import err
 from mpic.config import load_config
 
 if TYPE_CHECKING:
+    from mpic.config import LibraryConfig
     from mpic.library import Library, Limits
 
 DataDir = Annotated[
@@ -25,8 +26,9 @@ def open_library(
     """Opens the library for this process alone. Raises Unavailable if a server has it open, or there is none."""
     from mpic.library import Library
 
-    root, limits = library_location(data_dir, config)
-    return Library.open(root, limits, reconcile=reconcile, create=create)
+    settings = library_settings(data_dir, config)
+    root, remote = Path(settings.data_dir), settings.remote_tiers()
+    return Library.open(root, settings.limits(), remote=remote, reconcile=reconcile, create=create)
 
 
 def inspect_library(data_dir: Path | None, config: Path | None) -> Library:
@@ -52,7 +54,12 @@ def open_or_inspect(
     return library
 
 
+def library_settings(data_dir: Path | None, config: Path | None) -> LibraryConfig:
+    """Returns the [library] section that holds for the folder."""
+    return load_config(config, {"data_dir": None if data_dir is None else str(data_dir)}).library
+
+
 def library_location(data_dir: Path | None, config: Path | None) -> tuple[Path, Limits]:
     """Returns the folder, and the limits that hold in it."""
-    settings = load_config(config, {"data_dir": None if data_dir is None else str(data_dir)}).library
+    settings = library_settings(data_dir, config)
     return Path(settings.data_dir), settings.limits()

@@ -13,14 +13,25 @@ import typer
 from rich.filesize import decimal
 
 from mpic.cli import library_backup, library_give, library_press
-from mpic.cli.common import Json, command_app, out, print_json, print_result, print_table, progress
-from mpic.cli.folder import ConfigFile, DataDir, inspect_library, open_library, open_or_inspect
-from mpic.errors import NotFound, UnknownHandle
+from mpic.cli.common import Json, command_app, err, out, print_json, print_result, print_table, progress
+from mpic.cli.folder import (
+    ConfigFile,
+    DataDir,
+    inspect_library,
+    library_settings,
+    open_library,
+    open_or_inspect,
+)
+from mpic.config import ConfigError
+from mpic.errors import NotFound, Unavailable, UnknownHandle
 from mpic.keys import Key, KeyStore, any_keys
 
 if TYPE_CHECKING:
+    from mpic.config import LibraryConfig
     from mpic.library import File, Library, Reference, StorageUsage
     from mpic.library.copies.bulk_import import ImportResult
+    from mpic.library.store import Objects
+    from mpic.library.upkeep import Problem
 
 app = command_app(
     "The folder with uploads, references and compiled chunks: look at it, verify it, clean it, copy it, move it.\n\n"
@@ -48,10 +59,12 @@ def library_ls(
 ) -> None:
     """List files and bytes by user and tier, and every quota that bounds them: the user's and those of its keys.
 
-    Tier `original` holds uploads, tier `disk` compiled chunks. It works while a server runs.
+    Tier `original` holds uploads, tier `disk` compiled chunks, tier `remote` those in the store of `[library] remote`,
+    which is asked (`--config`). It works while a server runs.
     """
     with inspect_library(data_dir, config) as library:
-        rows = [row for row in library.usage() if user in (None, row.owner)]
+        found = [*library.usage(), *_remote_usage(library, library_settings(data_dir, config))]
+        rows = [row for row in found if user in (None, row.owner)]
         disk, keys = library.limits.disk_bytes, _key_quotas(library.root)
     if as_json:
         print_json([row._asdict() | {"keys": _keys_of(row, keys)} for row in rows])
@@ -104,6 +117,9 @@ def library_check(
     quick: Annotated[
         bool, typer.Option("--quick", help="catalogue and sizes only, do not read contents")
     ] = False,
+    remote: Annotated[
+        bool, typer.Option("--remote", help="also the chunks in the store of [library] remote (--config)")
+    ] = False,
     data_dir: DataDir = None,
     config: ConfigFile = None,
     as_json: Json = False,
@@ -115,13 +131,19 @@ def library_check(
     start could not add are kept in `quarantine/orphans/DATE/` for `orphan_days`. Exit status 1 if anything was damaged
     or lost; what a server leaves that was killed is noted, and is neither.
 
-    Beside a running server it changes and repairs nothing.
+    Beside a running server it changes and repairs nothing, except with `--remote` in the store: a damaged chunk is
+    moved aside there, and one that a deletion has left behind is deleted, whichever server has put it there.
     """
     from mpic.library.upkeep import check, size_of
 
+    objects = library_settings(data_dir, config).objects() if remote else None
+    if remote and objects is None:
+        raise ConfigError("there is no remote store: set [library] remote, and give --config", param="remote")
     with open_or_inspect(data_dir, config, as_json) as library:
         with progress("reading", size_of(library), as_json) as advance:
             problems = check(library, contents=not quick, progress=advance)
+            if objects is not None:
+                problems += _check_remote(library, objects, not quick)
         recovered, aside = library.recovered, library.orphans.kept()
         kept = f"deleted {library.limits.orphan_days} days later" if library.limits.orphan_days else "kept"
     orphans = {"files": len(aside), "bytes": sum(orphan.bytes for orphan in aside)}
@@ -278,6 +300,50 @@ def show_results(results: list[ImportResult], as_json: bool) -> None:
     print_result(value, line, as_json)
     if count["refused"]:
         raise typer.Exit(1)
+
+
+def _owners(library: Library) -> dict[str, str]:
+    """Returns the users that the catalogue knows, by the hash that stands for them in a remote store."""
+    from mpic.library import SHARED
+    from mpic.library.folder.layout import owner_folder
+
+    users = [row["id"] for row in library.catalog.read("SELECT id FROM users")]
+    return {owner_folder(user): user for user in (*users, SHARED)}
+
+
+def _remote_usage(library: Library, settings: LibraryConfig) -> list[StorageUsage]:
+    """Returns the usage of the remote store, if there is one; of a store that does not answer, a note on stderr."""
+    from mpic.library import StorageUsage
+    from mpic.library.store.objects import StoreUnavailable
+    from mpic.library.store.remote_check import usage
+
+    if (objects := settings.objects()) is None:
+        return []
+    owners = _owners(library)
+    try:
+        found = usage(objects)
+    except StoreUnavailable as error:
+        err.print(f"{error}", soft_wrap=True)
+        return []
+    return [
+        StorageUsage(owners.get(owner, f"(another server's: {owner[:12]})"), "remote", *totals, 0, 0)
+        for owner, totals in sorted(found.items())
+    ]
+
+
+def _check_remote(library: Library, objects: Objects, contents: bool) -> list[Problem]:
+    from mpic.library.store.objects import StoreUnavailable
+    from mpic.library.store.remote_check import check
+    from mpic.library.upkeep import Problem
+
+    owners = _owners(library)
+    try:
+        return [
+            Problem(f"remote: {fault.name}", fault.what, fault.then, owners.get(fault.owner, ""))
+            for fault in check(objects, contents)
+        ]
+    except StoreUnavailable as error:
+        raise Unavailable(str(error)) from None
 
 
 def _find(library: Library, name: str, user: str) -> File | Reference:

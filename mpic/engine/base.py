@@ -153,10 +153,11 @@ class Delta(NamedTuple):
 class ChunkUse:
     """Reports how one linked chunk was used.
 
-    ``tier`` is where its KV came from: ``device`` (resident pages), ``host``, ``disk``, a remote tier's name,
+    ``tier`` is where its KV came from: ``device`` (resident pages), ``host``, ``disk``, ``remote``,
     ``compiled`` (computed in this request) or ``none`` (the policy recomputes all of it). ``reason`` is why tokens were
     recomputed or the chunk compiled: ``policy``, ``new``, ``recipe``, ``evicted``, ``expired``, ``model_changed``,
-    ``corrupt``, and from vLLM ``missing``, ``mismatch``, ``late``, ``rows`` (docs/vllm.md); None when nothing was.
+    ``corrupt``, ``slower`` (loading it from a remote store would take longer), ``unavailable`` (that store has failed),
+    and from vLLM ``missing``, ``mismatch``, ``late``, ``rows`` (docs/vllm.md); None when nothing was.
     ``press`` names the press that compressed its KV. ``bytes`` is the size of the part that the prompt mapped (0:
     none).
     """
@@ -178,8 +179,8 @@ class TraceSpan(NamedTuple):
 
     ``state``: ``new`` (the request's own text, computed), ``prefix`` (found in the prefix cache), ``recomputed`` (of a
     chunk, computed again), or of a chunk and reused, by where its KV came from: ``device``, ``host``, ``disk``,
-    ``compiled`` (in this request). ``kind``: ``text | image | video | document``; all but the first are chunks and
-    may have a ``label`` and a ``file_id``.
+    ``remote``, ``compiled`` (in this request). ``kind``: ``text | image | video | document``; all but the first are
+    chunks and may have a ``label`` and a ``file_id``.
     """
 
     start: int

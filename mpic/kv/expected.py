@@ -233,6 +233,9 @@ class CheckedChunk:
     def read_ahead(self) -> None:
         optional(self._stored, "read_ahead")
 
+    def worth(self, seconds: float) -> bool:
+        return optional(self._stored, "worth", seconds) is not False
+
     def lend(self) -> torch.Tensor | None:
         self._check()
         return optional(self._stored, "lend")

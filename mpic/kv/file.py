@@ -278,6 +278,11 @@ class ChunkFile:
             found.append(torch.frombuffer(mapped, dtype=self.dtype, count=count, offset=first).view(shape))
         return found
 
+    @property
+    def kv_end(self) -> int:
+        """The offset at which the KV ends: a load reads so many bytes."""
+        return self._data + math.prod(self.shape.extent(self.slots)) * self.dtype.itemsize
+
     def parts(self, most: int) -> list[LayerRange]:
         """Returns the KV in parts that can be read at the same time, in pieces of at most ``most`` bytes."""
         return cut(self.shape, self.slots, self.dtype.itemsize, most, IO_BYTES)

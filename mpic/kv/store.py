@@ -16,10 +16,11 @@ from mpic.kv.parts import LayerRange, Piece, PieceReader
 class StoredChunk(Protocol):
     """A ChunkKV on some tier below the device. It may be gone, or turn out to be damaged, when it is read.
 
-    Four methods are optional. ``read_ahead()`` has the tier begin reading the chunk, without waiting for it and without
+    Five methods are optional. ``read_ahead()`` has the tier begin reading the chunk, without waiting for it and without
     an error. ``expect(token_ids)`` says which tokens ``[n]`` the chunk must have when its KV is read. ``refuse(error)``
     says that it does not fit the model although its checksums are right: the tier moves it aside, as a damaged one
-    (``mpic.kv.expected``). ``close()`` closes what is open until the chunk is read again.
+    (``mpic.kv.expected``). ``close()`` closes what is open until the chunk is read again. ``worth(seconds) -> bool``
+    says whether a slow tier expects to have read its KV in less time than computing it takes.
 
     What a device that copies from page-locked memory asks for beside this is optional too:
 
@@ -31,7 +32,7 @@ class StoredChunk(Protocol):
     """
 
     tier: str
-    """The tier: ``host``, ``disk`` or a remote tier's name."""
+    """The tier: ``host``, ``disk`` or ``remote``."""
 
     @property
     def inputs(self) -> ChunkInputs:
@@ -59,8 +60,8 @@ class StoredChunk(Protocol):
         ...
 
 
-def optional(stored: StoredChunk, name: str, *args: Any) -> Any:
-    """Calls one of the optional methods of a stored chunk; None where it does not have it."""
+def optional(stored: object, name: str, *args: Any) -> Any:
+    """Calls one of the optional methods of a stored chunk or a tier; None where it does not have it."""
     method = getattr(stored, name, None)
     return None if method is None else method(*args)
 

@@ -15,7 +15,7 @@ Each package imports only those above it in this table:
 =============  ======================================================================================================
 ``folder``     the files on the disk: names, originals, their sidecars, the locked folder itself, quarantine
 ``catalog``    the SQLite database, its schema, and the rows of files and references
-``store``      tiers of compiled chunks: disk and host memory
+``store``      tiers of compiled chunks: disk, host memory, a shared store
 ``intake``     what every upload passes through: checks and decoding
 ``uploads``    files of users; ``caches``: texts cached explicitly; ``references``: what administrators provide
 ``reconcile``  catalogue and files brought into agreement at a start; ``rebuild``: a lost catalogue made again

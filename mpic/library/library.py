@@ -141,6 +141,8 @@ class Library:
             library.catalog.settle_paths()
             if reconcile:
                 library.recovered = library.reconcile()
+            if isinstance(library.store, TieredStore):
+                library.store.begin(folder.id)
             undo.pop_all()
         return library
 
@@ -269,6 +271,8 @@ class Library:
         first. Safe to call twice."""
         if self._open:
             self._open = False
+            if isinstance(self.store, TieredStore):
+                self.store.close()
             with ExitStack() as ends:
                 ends.callback(self.folder.release)
                 ends.callback(self.catalog.close)

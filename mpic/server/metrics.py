@@ -161,3 +161,18 @@ def _tiers(tiers: dict[str, dict[str, int]]) -> Iterator[Metric]:
             if name.startswith("evicted_"):
                 evictions.add_metric([tier, name.removeprefix("evicted_")], count)
     yield evictions
+    for kind, name, description in (
+        (GaugeMetricFamily, "up", "Whether a remote tier answers"),
+        (GaugeMetricFamily, "bytes_per_second", "Bandwidth of a remote tier, measured"),
+        (GaugeMetricFamily, "latency_us", "Time of a remote tier's first answer, measured, in microseconds"),
+        (
+            CounterMetricFamily,
+            "slower",
+            "Chunks that were computed because a remote tier would have taken longer",
+        ),
+        (CounterMetricFamily, "failed_reads", "Reads that a remote tier has failed"),
+        (GaugeMetricFamily, "uploads_waiting", "Chunks that wait to be copied to a remote tier"),
+        (GaugeMetricFamily, "deletions_waiting", "Deletions of which a remote tier has yet to be told"),
+    ):
+        counted = {tier: counts[name] for tier, counts in tiers.items() if name in counts}
+        yield _by(kind, f"mpic_tier_{name}", description, "tier", counted)

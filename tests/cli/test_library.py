@@ -5,7 +5,8 @@ import signal
 from contextlib import closing
 
 import pytest
-from library_tools import encoded, make_chunk
+from library_tools import encoded, flip, make_chunk
+from remote_kit import settled
 
 from mpic.config import EngineConfig
 from mpic.engine import load_engine
@@ -13,6 +14,7 @@ from mpic.keys import KeyLimits, KeyStore
 from mpic.kv.chunk import Chunk, ChunkKey, KVKey, Recipe
 from mpic.library import Library
 from mpic.library.references import ReferenceLibrary
+from mpic.library.store import Objects, RemoteTier
 
 
 @pytest.fixture
@@ -300,3 +302,68 @@ def test_press_refuses_an_engine_that_cannot_link_pressed_chunks(mpic, root, tmp
     (tmp_path / "mpic.toml").write_text('[engine]\nengine = "vllm"\n')
     status, _, err = mpic("press", "knorm-50", "--data-dir", root, "--config", tmp_path / "mpic.toml")
     assert status == 1 and "[unsupported_parameter]" in err and "vllm" in err
+
+
+@pytest.fixture
+def remote(tmp_path, root):
+    """A server's configuration with a remote store that has a chunk of this folder and one of another server's user."""
+    store = tmp_path / "store"
+    store.mkdir()
+    config = tmp_path / "mpic.toml"
+    config.write_text(f'[library]\ndata_dir = "{root}"\nremote = "file://{store}"\n')
+    for folder, owner in ((root, "local"), (tmp_path / "other", "carl")):
+        with Library.open(folder, remote=[RemoteTier(Objects.at(f"file://{store}", 60.0))]) as library:
+            chunk = make_chunk(KVKey(owner, ChunkKey.of_text("some text"), "a1" * 32, Recipe("float32")))
+            library.store.disk.save(chunk)
+            library.store.find([chunk.key])
+            settled(library)
+    return config
+
+
+def test_ls_says_what_the_remote_store_holds(mpic, remote, tmp_path):
+    status, out, _ = mpic("ls", "--config", remote, "--json")
+    rows = [row for row in json.loads(out) if row["tier"] == "remote"]
+    assert (
+        status == 0
+        and {row["owner"] for row in rows} > {"local"}
+        and [row["count"] for row in rows] == [1, 1]
+    )
+    assert sum("another server's" in row["owner"] for row in rows) == 1
+    (tmp_path / "store").rename(tmp_path / "away")
+    (tmp_path / "store").write_text("a file where the folder was")
+    status, out, err = mpic("ls", "--config", remote)
+    assert (
+        status == 0 and "the remote store cannot be used" in err and "original" in out and "remote" not in out
+    )
+
+
+def test_check_reads_every_byte_of_the_remote_store_if_asked(mpic, remote, tmp_path):
+    store = tmp_path / "store"
+    assert mpic("check", "--remote", "--config", remote)[0] == 0
+    damaged = sorted(store.rglob("*.safetensors"))[0]
+    flip(damaged, 4096 + 7)
+    assert mpic("check", "--config", remote)[0] == 0
+    assert mpic("check", "--remote", "--quick", "--config", remote)[0] == 0
+    status, out, _ = mpic("check", "--remote", "--config", remote, "--json")
+    (problem,) = json.loads(out)["problems"]
+    assert status == 1 and "layer 0" in problem["what"] and damaged.name in problem["path"]
+    assert not damaged.exists() and damaged.with_suffix(".damaged").exists()
+    assert mpic("check", "--remote", "--config", remote)[0] == 1
+    assert not damaged.with_suffix(".damaged").exists()
+    assert mpic("check", "--remote", "--config", remote)[0] == 0
+
+
+def test_check_deletes_what_a_deletion_has_left_in_the_remote_store(mpic, remote, tmp_path):
+    store = tmp_path / "store"
+    left = sorted(store.rglob("*.safetensors"))[0]
+    tombstone = store / "deleted" / left.parent.relative_to(store / "chunks")
+    tombstone.parent.mkdir(parents=True)
+    tombstone.write_text("{}")
+    status, out, _ = mpic("check", "--remote", "--config", remote, "--json")
+    (problem,) = json.loads(out)["problems"]
+    assert (status, problem["then"], left.exists()) == (1, "deleted now", False)
+
+
+def test_check_refuses_to_check_a_remote_store_that_is_not_configured(mpic, root):
+    status, _, err = mpic("check", "--remote", "--data-dir", root)
+    assert status == 1 and "there is no remote store" in err and "[config_error]" in err

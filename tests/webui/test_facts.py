@@ -72,6 +72,9 @@ mpic_prompt_tokens_total{state="reused"} 600.0
 mpic_prompt_tokens_total{state="prefix_hit"} 50.0
 mpic_tier_bytes{tier="device"} 5e6
 mpic_tier_budget{tier="device"} 1e7
+mpic_tier_budget{tier="host"} 0.0
+mpic_tier_budget{tier="remote"} 0.0
+mpic_tier_chunks{tier="remote"} 3.0
 mpic_evictions_total{tier="device",reason="room"} 3.0
 """
 
@@ -82,7 +85,10 @@ def test_the_panel_has_the_servers_own_figures():
     assert (found["prompt_tokens"], found["reused_tokens"]) == (1000, 650)
     rounded = {name: round(ms) for name, ms in found["first_token_ms"].items()}
     assert rounded == {"p50": 10, "p90": 82, "p99": 98}
-    assert found["tiers"] == [{"tier": "device", "bytes": 5_000_000, "budget": 10_000_000, "chunks": 0}]
+    assert found["tiers"] == [
+        {"tier": "device", "bytes": 5_000_000, "budget": 10_000_000, "chunks": 0},
+        {"tier": "remote", "bytes": 0, "budget": 0, "chunks": 3},
+    ]
     assert live.figures("")["first_token_ms"] == {"p50": None, "p90": None, "p99": None}
 
 

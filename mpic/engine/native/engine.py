@@ -121,7 +121,10 @@ class NativeEngine(Engine):
             self.runner, self.scheduler, model.device.type == "cuda" if ahead is None else ahead
         )
         self.decider = Decider(self.runner)
-        self.linker = ChunkLinker(model, adapter, store, self.device, self.tombstones)
+        pace = self.scheduler.pace
+        self.linker = ChunkLinker(
+            model, adapter, store, self.device, tombstones, lambda: pace.seconds_per_row
+        )
         self.builder = RequestBuilder(model, store, self.linker, self.pool)
         self.outputs = Outputs(self.scheduler, self.builder, self.tombstones, self._post, model.eos_ids)
         self._check_when_idle, self._max_waiting = check_when_idle, max_waiting

@@ -47,7 +47,11 @@ class _Sought:
 
 class ChunkLinker:
     """The first half of a link: finds the inputs of chunks. They come from a resident chunk, from memory, from the
-    store, or from the tokenizer and the vision encoder. Thread-safe."""
+    store, or from the tokenizer and the vision encoder. Thread-safe.
+
+    Args:
+        seconds_per_token: measures how long a prompt's token takes to compute; None while that is unknown.
+    """
 
     def __init__(
         self,
@@ -56,8 +60,9 @@ class ChunkLinker:
         store: ChunkStore | None,
         device: DeviceCache,
         tombstones: Tombstones,
+        seconds_per_token: Callable[[], float | None] = lambda: None,
     ) -> None:
-        self._model, self._adapter = model, adapter
+        self._model, self._adapter, self._seconds_per_token = model, adapter, seconds_per_token
         self._store, self._device, self._tombstones = store, device, tombstones
         self._remembered_bytes = 0
         self._inputs: OrderedDict[tuple[str, ChunkKey], ChunkInputs] = OrderedDict()
@@ -153,14 +158,24 @@ class ChunkLinker:
         reason = None
         if stored is None:
             reason = self._store.missing_reason(key) if self._store is not None else "new"
+        elif not self._worth(stored, inputs):
+            stored, reason = None, "slower"
         uncompressed = one.uncompressed and stored is not None
         return LinkedChunk(chunk, key, inputs, stored, reason, uncompressed=uncompressed)
 
+    def _worth(self, stored: StoredChunk, inputs: ChunkInputs) -> bool:
+        """Returns whether to load a chunk rather than compute it, by the cost rule of its tier (``StoredChunk.worth``).
+        Its inputs are read in any case: they save the vision encoder."""
+        rate = self._seconds_per_token()
+        return rate is None or optional(stored, "worth", rate * len(inputs)) is not False
+
     def stored(self, chunk: Chunk, key: KVKey) -> LinkedChunk | None:
-        """Returns a chunk as the tier below the device has it, or None."""
+        """Returns a chunk as the tier below the device has it, if it is worth loading, or None."""
         stored = self._store.find([key]).get(key) if self._store is not None else None
         inputs = self._read_inputs(stored, chunk, key)
-        return LinkedChunk(chunk, key, inputs, stored, None) if inputs is not None else None
+        if inputs is None or not self._worth(stored, inputs):
+            return None
+        return LinkedChunk(chunk, key, inputs, stored, None)
 
     def _read_inputs(self, stored: StoredChunk | None, chunk: Chunk, key: KVKey) -> ChunkInputs | None:
         """Returns the stored inputs, or None when the store turns out not to have them. Text needs no file, because its

@@ -259,7 +259,7 @@ class Transfers:
         if not isinstance(error, EngineStopped):
             log.warning("chunk %s could not be read and is compiled again: %s", linked.key.chunk, error)
             self.counters["load_failures"] += 1
-        return "corrupt"
+        return getattr(error, "reason", "corrupt")
 
     def barrier(self, requests: Iterable[Request]) -> LayerBarrier | None:
         """Returns the barrier of a step with rows of these requests: the loads that it runs beside, or None."""

@@ -41,6 +41,9 @@ log = logging.getLogger(__name__)
 REASONS = {"evicted": "evicted", "expired": "expired", "corrupt": "corrupt", "missing": "corrupt"}
 """The result of ``missing_reason`` for a row's state."""
 
+OWED = "remote/"
+"""The beginning of the tombstones in the catalogue that stand for contents of a remote store and not for files."""
+
 COUNTERS = (
     *("requested", "hits", "missing", "corrupt", "unreadable", "saved"),
     *("evicted", "evicted_quota", "evicted_budget", "evicted_share"),
@@ -277,6 +280,24 @@ class DiskStore:
         self._deleted.add(owner, chunk)
         paths = [str(self.path(key).relative_to(self.root)) for key in unfinished]
         return self._rows.drop(db, owner, chunk, state, paths)
+
+    def owe(self, db: Connection, contents: Iterable[str]) -> None:
+        """Notes deletions, within the transaction that makes them, of which a remote store has yet to be told."""
+        self._catalog.add_tombstones(db, [OWED + content for content in contents], self._clock())
+
+    def owed(self) -> list[str]:
+        """Returns the deletions that ``owe`` has noted and nobody has settled, which are remembered anew."""
+        rows = self._catalog.read("SELECT path FROM deleted WHERE path LIKE ?", f"{OWED}%")
+        found = [row["path"].removeprefix(OWED) for row in rows]
+        if found:
+            with self._catalog.write() as db:
+                self.owe(db, found)
+        return found
+
+    def settle(self, contents: Iterable[str]) -> None:
+        """Forgets deletions of which the store has been told."""
+        with self._catalog.write() as db:
+            db.executemany("DELETE FROM deleted WHERE path = ?", [(OWED + content,) for content in contents])
 
     def erase(self, rows: Iterable[ChunkRow]) -> None:
         """Removes the files of these rows durably, also from the quarantine. Call it under the store's lock."""

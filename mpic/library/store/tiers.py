@@ -32,14 +32,18 @@ class Tier(Protocol):
     well as the files of ``mpic.kv.file``, which carry their identity and checksums. Thread-safe.
 
     A tier whose ``page_locked`` is true also has ``reserve`` (see ``HostTier``): what is brought nearer to a device is
-    read into its memory.
+    read into its memory. A tier beyond the disk may have ``begin(disk, library)``, called before all else with the id
+    of the library, ``close()``, ``offer(keys)``, called with the chunks that were found on the disk, and
+    ``owes(owner, chunk)``, the name under which the catalogue notes a deletion until the tier settles it
+    (``DiskStore.owe``).
     """
 
     name: str
 
     def find(self, keys: Sequence[KVKey]) -> Mapping[KVKey, StoredChunk]:
         """Returns the chunks that are stored. It is called once for a whole prompt and must return within milliseconds,
-        if necessary with no chunks."""
+        if necessary with no chunks. A remote tier takes a round trip, and its own limit when it finds its store
+        gone."""
         ...
 
     def save(self, chunk: ChunkKV) -> None:
@@ -83,6 +87,9 @@ class Promoted:
     def close(self) -> None:
         optional(self._stored, "close")
 
+    def worth(self, seconds: float) -> bool:
+        return optional(self._stored, "worth", seconds) is not False
+
     def in_parts(self, most: int) -> PartedChunk | None:
         """Opens the chunk to be read in parts, if every nearer tier can be read into (``reserve``): others are given
         a chunk when it lies in memory as a whole."""
@@ -125,12 +132,26 @@ class TieredStore:
         self.lock, self.root = disk.lock, disk.root
         self._tiers: list[Tier | DiskStore] = [*nearer, disk, *farther]
         self._others: list[Tier] = [*nearer, *farther]
+        self._farther = farther
         self._failed: Counter[str] = Counter({tier.name: 0 for tier in self._others})
         # only the disk, the tier of record, does these
         self.touch = disk.touch
         self.missing_reason, self.stats = disk.missing_reason, disk.stats
         self.erase, self.set_aside, self.flush = disk.erase, disk.set_aside, disk.flush
         self.path, self.reconcile, self.forget_gone = disk.path, disk.reconcile, disk.forget_gone
+
+    def begin(self, library: str) -> None:
+        """Starts the tiers that work in the background; ``close`` ends them.
+
+        Args:
+            library: id of the library.
+        """
+        for tier in self._farther:
+            optional(tier, "begin", self.disk, library)
+
+    def close(self) -> None:
+        for tier in self._farther:
+            optional(tier, "close")
 
     # For the engine
 
@@ -141,7 +162,10 @@ class TieredStore:
             if not left:
                 break
             hits = tier.find(left)
-            if tier is not self.disk:
+            if tier is self.disk:
+                for remote in self._farther:
+                    optional(remote, "offer", hits)
+            else:
                 self.touch(hits)  # the disk, which is not asked for them, evicts what was used longest ago
             for key, stored in hits.items():
                 found[key] = Promoted(key, stored, self._tiers[:number]) if number else stored
@@ -176,6 +200,8 @@ class TieredStore:
         """Drops a content; see ``DiskStore.drop``. The other tiers drop it at once."""
         for tier in self._others:
             tier.drop(owner, chunk)
+            if (owed := optional(tier, "owes", owner, chunk)) is not None:
+                self.disk.owe(db, [owed])
         return self.disk.drop(db, owner, chunk, state)
 
     def check(self) -> None:

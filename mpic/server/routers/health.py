@@ -22,12 +22,15 @@ router = APIRouter(prefix="/health", tags=["health"])
 async def health(state: StateDep, user: CurrentUser) -> JSONResponse:
     """Readiness, the model, the attention implementation and the policies on offer. `engine` holds the engine's
     counters (queue, pages by state) for admins alone, because they reveal the activity of other users. When the engine
-    is not ready it holds `error`, for everybody."""
+    is not ready it holds `error`, for everybody. `tiers`, for admins too, holds those of the tiers of compiled chunks;
+    of a remote one they tell why chunks are not loaded from it (`up`, `slower`)."""
     stats: dict[str, Any] = {}
+    tiers: dict[str, dict[str, int]] = {}
     try:
         await _check(state)
         if user.role == "admin":
             stats = await run_in_threadpool(state.engine.stats)
+            tiers = await run_in_threadpool(state.library.store.tiers)
         ready = True
     except MPICError as exc:
         stats, ready = {"error": exc.code}, False
@@ -42,6 +45,7 @@ async def health(state: StateDep, user: CurrentUser) -> JSONResponse:
         policies=tuple(state.engine.policies()),
         press=state.config.engine.press,
         presses=tuple(state.engine.presses()),
+        tiers=tiers,
     )
     shown = body.model_dump(mode="json", exclude_unset=True)  # counters of the engine
     return JSONResponse(shown, status_code=200 if ready else 503)
