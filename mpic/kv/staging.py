@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 SLOTS = 16
 LEAST_SLOT, MOST_SLOT = 64 << 10, 64 << 20  # bytes of a slot whose size is not configured
-SHARE = 64  # of what is free, one part in so many goes to the ring
-HOST_SHARE = 8  # and one part in so many of the budget of host memory
+SHARE = 64  # the ring takes one part in so many of the free memory
+HOST_SHARE = 8  # and at most one part in so many of the budget of host memory
 
 
 class Staging(NamedTuple):
@@ -137,12 +137,12 @@ class StagingRing:
 
     @property
     def held(self) -> int:
-        """How many slots readers hold now."""
+        """Number of slots that readers hold."""
         return self.size.slots - len(self._free)
 
     def close(self) -> None:
-        """Refuses whoever waits for a slot, waits for those who hold one and for all copies, and frees the memory. Safe
-        to call twice."""
+        """Refuse readers that wait for a slot, wait for those that hold one and for all copies, then free the memory.
+        Safe to call twice."""
         with self._changed:
             if self._closed:
                 return

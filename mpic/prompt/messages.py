@@ -58,7 +58,7 @@ T = TypeVar("T")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 PART_TYPES = ("text", "image_url", "video_url", "image", "file", "document", "cache")
 URL_PARTS = ("image_url", "video_url", "image")
-"""Parts that a string stands for the URL of."""
+"""Parts in which a string may stand for the object with its URL."""
 
 
 Found = Chunk | Sequence[Chunk]
@@ -66,8 +66,8 @@ Found = Chunk | Sequence[Chunk]
 
 
 class Resolver(Protocol):
-    """Finds the chunks that a request refers to, in the library of the user. Its methods raise errors of
-    ``mpic.errors`` (UnknownHandle, FileNotFound, InvalidImage, ...); the parser fills in ``param``."""
+    """Find the chunks that a request refers to, in the user's library. Its methods raise errors of ``mpic.errors``
+    (UnknownHandle, FileNotFound, InvalidImage, ...); the parser fills in ``param``."""
 
     def by_handle(self, kind: HandleKind, name: str) -> Found:
         """Finds ``IMAGE#name`` (kind ``image``: must be an image) or ``FILE#name`` (kind ``file``: any kind)."""
@@ -94,7 +94,7 @@ class Resolver(Protocol):
 
 @dataclass
 class Handles:
-    """The reading of the handles in the texts of one request.
+    """How to read the handles in the texts of one request.
 
     Args:
         on: False leaves all of them text, escaped ones as they are.
