@@ -109,7 +109,7 @@ def shown_for(exc: BaseException) -> MPICError:
     if isinstance(exc, MPICError) and type(exc) is not MPICError:
         return exc
     if memory.is_exhaustion(exc):
-        return OutOfMemory("the server has not enough memory for this request now")
+        return OutOfMemory("the server does not have enough memory for this request now")
     return MPICError(INTERNAL)
 
 

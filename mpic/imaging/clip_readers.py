@@ -99,8 +99,8 @@ def installed() -> bool:
 
 
 def load() -> None:
-    """Imports the package that decodes containers, if it is there; it then says nothing on the standard error, and
-    opens nothing but what is ``ALLOWED``."""
+    """Import the package that decodes containers, if it is installed, without its messages on standard error, and
+    limited to the files that are ``ALLOWED``."""
     os.environ["OPENCV_FFMPEG_CAPTURE_OPTIONS"] = ALLOWED
     os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")
     os.environ.setdefault("OPENCV_LOG_LEVEL", "SILENT")

@@ -95,7 +95,7 @@ def _opened(data: bytes, rules: ClipRules) -> Iterator[ClipReader]:
     except (InvalidUpload, TooLarge, OutOfMemory):
         raise
     except MemoryError as error:
-        raise OutOfMemory("the server has not enough memory to decode the clip now") from error
+        raise OutOfMemory("the server does not have enough memory to decode the clip now") from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise VideoTooLarge(
             f"the clip's frames have more than {rules.frame_pixels} pixels", param="file"

@@ -177,7 +177,7 @@ def opened(data: bytes, rules: ImageRules, draft: int = 0) -> Iterator[Upright]:
         raise ImageTooLarge(f"the image has more than {rules.pixels} pixels", param="file") from error
     except Exception as error:  # a decoder that reads hostile bytes may raise almost any exception
         if isinstance(error, MemoryError) or "out of memory" in str(error):  # the message of Pillow's codecs
-            raise OutOfMemory("the server has not enough memory to decode the image now") from error
+            raise OutOfMemory("the server does not have enough memory to decode the image now") from error
         raise InvalidImage(f"the image cannot be decoded{said_by(error)}", param="file") from error
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from mpic.errors import ImageTooCostly, MPICError, OutOfMemory, VideoTooCostly
 from mpic.imaging import pixels
 
-NO_MEMORY = OutOfMemory.code, "the server has not enough memory to decode the file now"
+NO_MEMORY = OutOfMemory.code, "the server does not have enough memory to decode the file now"
 TOO_COSTLY = ImageTooCostly.code, "the image takes far more memory to decode than its size explains"
 CLIP_TOO_COSTLY = VideoTooCostly.code, "the clip takes far more memory to decode than its size explains"
 CLIPS = ("facts", "frames")

@@ -1,9 +1,9 @@
 """A fixed ring of page-locked memory through which chunks are read to a device.
 
-A reader takes a slot for one piece, reads it from its file straight into the slot, starts the slot's copy to the device
-and gives the slot back with the copy's mark; whoever takes that slot next waits for the mark. Nobody who holds a slot
-waits for another one, for another load, or for a step, and a copy waits for nothing but the device. So every slot comes
-back, however many loads there are and however large their chunks.
+A reader takes a slot for one piece, reads it from its file straight into the slot, starts the slot's copy to the
+device and gives the slot back with the copy's mark; the next reader that takes the slot waits for that mark. A reader
+that holds a slot never waits for another slot, another load or a step, and a copy waits for nothing but the device. So
+every slot comes back, however many loads there are and however large their chunks.
 """
 
 from __future__ import annotations
