@@ -305,7 +305,7 @@ class _Parser:
             )
         found = _blame(param, self.resolver.by_file_id, url)
         if what == "video" and any(chunk.kind != "video" for chunk in _chunks(found)):
-            raise BadRequest(f"the file {cut(url)!r} is no video", param=param)
+            raise BadRequest(f"the file {cut(url)!r} is not a video", param=param)
         return found
 
     def _text(self, text: str, role: str, part: int, param: str) -> list[Text | Ref]:
@@ -355,7 +355,7 @@ class _Parser:
             except UnknownHandle as error:
                 if len(self.unknown) == MAX_UNKNOWN:
                     raise BadRequest(
-                        f"the messages hold more than {MAX_UNKNOWN:,} names that do not exist: if they are no handles, "
+                        f"the messages hold more than {MAX_UNKNOWN:,} names that do not exist: if they are not handles, "
                         "set mpic.handles to false",
                         param=param,
                     ) from error
