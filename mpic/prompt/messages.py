@@ -355,8 +355,8 @@ class _Parser:
             except UnknownHandle as error:
                 if len(self.unknown) == MAX_UNKNOWN:
                     raise BadRequest(
-                        f"the messages hold more than {MAX_UNKNOWN:,} names that do not exist: if they are not handles, "
-                        "set mpic.handles to false",
+                        f"the messages hold more than {MAX_UNKNOWN:,} names that do not exist: if they are "
+                        "not handles, set mpic.handles to false",
                         param=param,
                     ) from error
                 self.unknown[key] = why = error.message
