@@ -169,8 +169,8 @@ async def _http_error(request: Request, exc: Exception) -> Response:
 
 
 def _spool_error(error: OSError) -> Exception:
-    """Return the error of a form that cannot be spooled to the folder for temporary files: StorageFull if it is full,
-    any other error as it is."""
+    """Returns the error of a form whose files the folder for temporary files, where they are spooled, does not take:
+    StorageFull if it is full, any other as it is."""
     if error.errno not in FULL:
         return error
     full = StorageFull("the server's folder for temporary files (TMPDIR) is full; nothing was stored")
