@@ -244,7 +244,7 @@ class RetrievalConfig:
             demo CLIP. With another one, run mpic references reindex.
         embedder_weights: a tag of open_clip or a file; a folder or hub id has its own weights.
         embedder_device: the torch device of the embedder.
-        duplicates: references that are at least this similar to a better one are left out; above 1 none are.
+        duplicates: references that are at least this similar to a better one are left out; above 1 disables this.
         call_opens: text that starts a tool call, for models whose chat template does not show it.
         call_closes: text that ends a tool call.
     """

@@ -85,8 +85,8 @@ class FileSystem:
         return len(data)
 
     def read_ahead(self, path: Path) -> None:
-        """Asks the system to begin reading a whole file into its cache, and does not wait for it. A file that cannot be
-        opened is left alone: whoever reads it will be told why."""
+        """Asks the system to begin reading a whole file into its cache, and does not wait for it. A file that cannot
+        be opened is left alone: reading it will report why."""
         if not hasattr(os, "posix_fadvise"):
             return
         with suppress(OSError):

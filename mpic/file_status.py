@@ -38,7 +38,7 @@ def is_file(path: str | Path) -> bool:
 
 
 def is_own_file(path: str | Path) -> bool:
-    """Returns whether a regular file has this very name; one behind a symbolic link has not."""
+    """Return whether this path itself is a regular file, not a symbolic link to one."""
     try:
         return S_ISREG(os.lstat(path).st_mode)
     except OSError:

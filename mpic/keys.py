@@ -34,13 +34,13 @@ from mpic.file_status import is_file
 from mpic.key_file import FILE, KeyFile
 
 LOGIN_SECONDS = 12 * 3600
-"""How long a login lasts."""
+"""Lifetime of a login."""
 MOST_LOGINS = 100
 """Logins of one key that are kept; the oldest end first."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 KEY = re.compile(r"mpic_([0-9a-f]{8})_[A-Za-z0-9_-]{43}")
 NEEDED = "keys.needed"
-"""File beside the keys that says that there were some: whoever loses them must not get an open server instead."""
+"""File beside the keys that records that there were some: a server that loses its keys must not become open."""
 Role = Literal["user", "admin", "metrics"]
 ROLES: tuple[Role, ...] = ("user", "admin", "metrics")
 

@@ -113,7 +113,7 @@ def as_errors() -> Iterator[None]:
     except Exception as error:
         if not is_exhaustion(error):
             raise
-        raise OutOfMemory("the server has not enough memory for this request now") from error
+        raise OutOfMemory("the server does not have enough memory for this request now") from error
 
 
 def is_exhaustion(error: BaseException) -> bool:

@@ -61,7 +61,7 @@ def check_folder(root: Path) -> None:
     if not can_hold and there.is_symlink():
         leads = os.readlink(there)
         raise ConfigError(
-            f"{there} is a link to {leads}, which is no folder: is its disk mounted?", param="data_dir"
+            f"{there} is a link to {leads}, which is not a folder: is its disk mounted?", param="data_dir"
         )
     if not can_hold:
         raise ConfigError(f"{there} is not a folder: give another one as --data-dir", param="data_dir")

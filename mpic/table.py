@@ -25,7 +25,7 @@ def printable(text: str) -> str:
 
 
 class PlainConsole(Console):
-    """A console whose texts send no commands to a terminal, whoever wrote them: those of cells, too."""
+    """A console that sends no terminal commands hidden in texts, those of cells included."""
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text), **options)

@@ -15,7 +15,7 @@ from mpic.errors import EmbedderUnavailable
 
 BATCH = 64
 CONTEXT = 77
-"""Context of a CLIP whose tokenizer does not tell it, in tokens."""
+"""Context, in tokens, of a CLIP whose tokenizer does not state it."""
 HEAD, TOKEN_CHARS = 1 << 16, 64
 """Most characters of a text that are read, and most that one token is assumed to stand for. The tokenizers of open_clip
 process a whole text, for minutes if it is a book, before they cut it to the context."""

@@ -11,7 +11,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 120.0  # seconds
 
 
 def passing(error: Exception) -> bool:
-    """Returns whether an error says nothing about the content: memory, a lock or a disk that may be there later."""
+    """Return whether an error may pass because it is not about the content: memory, a lock or a disk."""
     return isinstance(error, (OSError, RateLimited, Unavailable))
 
 
@@ -31,14 +31,14 @@ class Retries:
         return len(self._failures)
 
     def failed(self, names: Iterable[str]) -> None:
-        """Has these wait for their next turn."""
+        """Let these names wait for their next turn."""
         for name in names:
             before = self._failures.get(name, 0)
             self._failures[name] = before + 1
             self._due[name] = self._clock() + min(FIRST_PAUSE * 2.0 ** min(before, 30), LONGEST_PAUSE)
 
     def take(self, most: int) -> list[str]:
-        """Returns names whose turn has come, which then wait for nothing until they fail again or are forgotten."""
+        """Return the names whose turn has come; they do not wait again until they fail once more."""
         now = self._clock()
         taken = [name for name, due in self._due.items() if due <= now][:most]
         for name in taken:

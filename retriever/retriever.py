@@ -52,7 +52,7 @@ class Retriever:
 
     Args:
         library: opened; its references are kept indexed from now on.
-        duplicates: references at least this similar to a better hit are left out of a result; above 1 for none.
+        duplicates: references at least this similar to a better hit are left out of a result; above 1 disables this.
     """
 
     def __init__(self, library: Library, embedder: Embedder, duplicates: float = 0.999) -> None:

@@ -36,7 +36,7 @@ class Vectors:
         self.rows.sweep()
         self._file = IndexFile(library.root / "index" / f"{name.weights[:16]}.vectors", name)
         self._saved, self._guard = -1, library.folder.check
-        self._diverged = False  # the index is not what the rows say
+        self._diverged = False  # the index differs from the rows
         revision = self.rows.revision()
         self.damaged = False
         try:
@@ -81,7 +81,7 @@ class Vectors:
 
     def save(self) -> None:
         """Writes the index if its file is not up to date; without the file, the next start rebuilds it. An index that
-        is not what the rows say is not written."""
+        differs from the rows is not written."""
         revision = self.rows.revision()
         if revision == self._saved or self._diverged:
             return

@@ -16,7 +16,7 @@ COLOURS = {
     "recomputed": "#e0a030",
     "new": "#c8ccd4",
 }
-"""Where tokens come from -> the colour of their part of a strip."""
+"""The colour of a strip's part by the source of its tokens."""
 
 
 def strip(parts: Iterable[tuple[str, int, str]]) -> str:

@@ -2,7 +2,7 @@
 change nothing, and the reasons why others are refused.
 
 This one table is the source of the fields of ``ChatRequest`` that check them, the messages of refusals, the table in
-``docs/api.md`` (``python -m mpic.api.openai_fields`` prints it) and the tests (``tests/server/test_openai_fields.py``).
+``docs/openai.md`` and the tests (``tests/server/test_openai_fields.py``).
 ``null`` is always accepted.
 """
 
@@ -168,13 +168,9 @@ def of_the_request() -> dict[str, Any]:
 
 
 def table(fields: Sequence[OpenAIField] = OPENAI_FIELDS) -> str:
-    """Returns the table of the documentation, in Markdown."""
+    """Return the table of the documentation, in Markdown."""
     lines = ["| field | accepted values | why |", "|---|---|---|"]
     for field in fields:
         name = f"`{field.inside}.{field.name}`" if field.inside else f"`{field.name}`"
         lines.append(f"| {name} | {field.taken or 'null alone'} | {field.why} |")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(table())

@@ -19,7 +19,7 @@ Tiers = Annotated[tuple[str, ...], Field(description="tiers below the device tha
 
 
 class FileChunk(ApiObject):
-    """The begin and the end of a chunk of a document, in characters of its text."""
+    """The start and end of a chunk of a document, in characters of its text."""
 
     start: int
     end: int

@@ -55,7 +55,7 @@ UsageError: Any = typer.BadParameter.__base__
 
 
 class Root(TyperGroup):
-    """The commands of ``COMMANDS`` and ``LABORATORY``. What was typed wrongly is named without control characters."""
+    """The commands of ``COMMANDS`` and ``LABORATORY``. Errors repeat the user's words without control characters."""
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
         with _printable_errors():
@@ -100,7 +100,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Runs the command line. Errors of ours, and those of files and disks, become one line on stderr and a non-zero
-    exit status. What a console cannot show is replaced."""
+    exit status. Characters that a console cannot show are replaced."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -110,7 +110,7 @@ def main() -> None:
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()  # otherwise Python would do it later, and could only complain
-    except BrokenPipeError:  # whoever reads has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as exc:

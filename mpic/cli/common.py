@@ -101,7 +101,7 @@ def _refuse_empty_paths(command: Any, args: Sequence[str]) -> None:
 
 
 def _parts(hint: Any) -> set[Any]:
-    """Returns the types that a hint is made of: those in a union or a list."""
+    """Return the types inside a hint: the members of a union or a list."""
     return {hint}.union(*map(_parts, get_args(hint)))
 
 
@@ -149,8 +149,8 @@ def take_parameters(
 
 
 def print_json(value: Any) -> None:
-    """Prints JSON without colours and wrapping. Objects of the SDK become what the server sent. What the terminal would
-    obey, or standard output cannot hold, is escaped."""
+    """Prints JSON without colours and wrapping. Objects of the SDK become what the server sent. Control characters,
+    and those that standard output cannot encode, are escaped."""
     text = json.dumps(plain(value), indent=2, ensure_ascii=False)
     text = COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
     try:

@@ -24,7 +24,7 @@ from mpic.errors import MPICError
 
 
 class ClientError(MPICError):
-    """An error that the server has not reported. ``status`` is 0 when there was no response."""
+    """An error of the client, which no server reported. ``status`` is 0 when there was no response."""
 
     status, code = 0, "client_error"
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message
 
 T = TypeVar("T")
-AHEAD = 16  # messages that an application may send before they are read
+AHEAD = 16  # messages that an application may send ahead of the reader
 ENDED = "the server in this process has ended"
 
 

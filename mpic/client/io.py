@@ -52,7 +52,7 @@ class AsyncIO:
         await asyncio.sleep(seconds)
 
     async def open(self, work: Callable[..., T], *args: Any) -> T:
-        """Returns the result of work that opens files, which is done on a thread."""
+        """Run work that opens files on a thread and return its result."""
         return await asyncio.to_thread(work, *args)
 
     async def close(self) -> None:

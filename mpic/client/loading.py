@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 StageCallback = Callable[[str], None]
-"""Called with what begins now, such as ``loading the model``; at the end with ``ready``."""
+"""Called with each stage as it begins, such as ``loading the model``, and with ``ready`` at the end."""
 
 
 def teller(progress: StageCallback | bool | None) -> StageCallback:

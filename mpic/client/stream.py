@@ -181,7 +181,7 @@ async def _aread(events: _EventReader) -> AsyncGenerator[ChatCompletionChunk, No
 
 
 def _hang_up(response: httpx.Response) -> None:
-    """Ends the connection of a response. To close its socket would not wake a thread that waits for bytes."""
+    """Ends the connection of a response. Closing its socket would not wake a thread that is reading."""
     network = response.extensions.get("network_stream")
     connection = network.get_extra_info("socket") if network is not None else None
     if connection is not None:

@@ -79,6 +79,6 @@ def as_shortage(error: BaseException) -> BaseException:
     """Returns OutOfMemory in place of an error that reports exhausted memory; others as they are."""
     if isinstance(error, MPICError) or not memory.is_exhaustion(error):
         return error
-    short = OutOfMemory("the server has not enough memory for this request now")
+    short = OutOfMemory("the server does not have enough memory for this request now")
     short.__cause__ = error
     return short

@@ -1,4 +1,4 @@
-"""Turns every failure into an OpenAI-shaped body with a stable code, which reveals nothing internal."""
+"""Turn every failure into an OpenAI-shaped body with a stable code that reveals nothing internal."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def install(app: FastAPI) -> None:
 
 
 class _FailureCounts:
-    """Counts failures by kind. Thousands of the same kind take few lines of the log, and none stays unmentioned.
+    """Counts failures by kind. Thousands of one kind take few lines of the log, but every kind is logged.
 
     Args:
         clock: function that returns seconds.
@@ -111,7 +111,7 @@ def shown_for(exc: BaseException) -> MPICError:
     if isinstance(exc, MPICError) and type(exc) is not MPICError:
         return exc
     if memory.is_exhaustion(exc):
-        return OutOfMemory("the server has not enough memory for this request now")
+        return OutOfMemory("the server does not have enough memory for this request now")
     return MPICError(INTERNAL)
 
 
@@ -134,9 +134,7 @@ def _headers(error: MPICError) -> dict[str, str]:
 
 async def _any_error(request: Request, exc: Exception) -> JSONResponse:
     error = as_mpic_error(exc)
-    if isinstance(
-        error, NotFound
-    ):  # it stands in the path or the query, by whatever name the library has for it
+    if isinstance(error, NotFound):  # it is in the path or the query, whatever the library calls it
         for name, value in {**request.query_params, **request.path_params}.items():
             if cut(value, FACT) == error.details.get("id"):
                 error.param = name
@@ -261,7 +259,7 @@ def _expected(error: Any) -> str | None:
 
 
 def _rule(kind: str, context: dict[str, Any]) -> str:
-    """Returns which rule a value of the right type breaks."""
+    """Return the rule that a value of the right type breaks."""
     match kind:
         case "greater_than_equal":
             return f"must be at least {context['ge']}"
@@ -301,7 +299,7 @@ def _unsupported(error: Any, place: Place, chat: bool) -> tuple[Place, OpenAIFie
 
 
 def _place(error: Any, body: Any) -> Place:
-    """Returns where in the request the value is that an error is about: ``("messages", 0, "content")``."""
+    """Return the place in the request of the value that an error is about: ``("messages", 0, "content")``."""
     source, *rest = error["loc"]
     if source != "body" or not isinstance(body, dict):  # query, path and form fields are flat
         return tuple(rest[:1])
@@ -332,6 +330,6 @@ def _find(loc: Place, at: Any, error: Any) -> Place | None:
 
 
 def _path(place: Place) -> str | None:
-    """Returns how a place is written: ``messages[0].content``."""
+    """Return a place as it is written: ``messages[0].content``."""
     parts = (f"[{part}]" if isinstance(part, int) else f".{cut(part)}" for part in place)
     return "".join(parts).removeprefix(".") or None

@@ -17,7 +17,7 @@ NOT_KEPT = "private, no-store"
 """``Cache-Control`` of answers that depend on who asks: neither a proxy nor a browser keeps them."""
 DONE = b"data: [DONE]\n\n"
 WAITING = b": waiting\n\n"
-"""A comment, which clients skip: proxies and browsers end connections on which nothing has come for a minute."""
+"""A comment, which clients skip: proxies and browsers close connections that are silent for a minute."""
 
 
 def event(body: dict[str, Any]) -> bytes:

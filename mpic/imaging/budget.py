@@ -16,7 +16,7 @@ _user: ContextVar[str] = ContextVar("user", default="")
 
 @contextmanager
 def on_behalf_of(user: str) -> Iterator[None]:
-    """Says for which user the block asks for places of budgets."""
+    """Name the user on whose behalf the block takes places in budgets."""
     token = _user.set(user)
     try:
         yield
@@ -53,7 +53,7 @@ class Budget:
         self.bytes = self.running = self.most_bytes = self.most_running = 0
         self._line: list[_Ticket] = []
         self._inside: Counter[str] = Counter()
-        self._turns: dict[str, int] = {}  # of the users who wait or are inside: the number of their last turn
+        self._turns: dict[str, int] = {}  # number of the last turn of each user who waits or is inside
         self._numbers = count(1)
         self._changed = threading.Condition()
 

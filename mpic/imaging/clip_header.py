@@ -12,7 +12,7 @@ STILL_BRANDS = {
     b"jxl ": "JPEG XL",
 }  # fmt: skip
 MOST_PARTS = 400_000
-"""Parts of a file that are looked at before it is given up: as many as the blocks of a GIF of 100 MB."""
+"""Maximum number of parts of a file that are looked at: as many as a GIF of 100 MB has blocks."""
 
 
 def container(head: bytes) -> str | None:
@@ -25,7 +25,7 @@ def container(head: bytes) -> str | None:
 
 
 def is_animated(data: bytes) -> bool:
-    """Tells whether a file has more than one frame by its own account, if it is a GIF, WebP or PNG."""
+    """Return whether a GIF, WebP or PNG declares more than one frame."""
     if data.startswith(b"GIF8"):
         return _frames_of_gif(data) > 1
     if data.startswith(b"RIFF") and data[8:16] == b"WEBPVP8X":
@@ -36,12 +36,12 @@ def is_animated(data: bytes) -> bool:
 
 
 def is_fragmented(data: bytes) -> bool:
-    """Tells whether an MP4 comes in fragments, in which case its header does not know how many frames it has."""
+    """Return whether an MP4 is fragmented, in which case its header does not state the number of frames."""
     return any(kind == b"moof" for kind, _, _ in _boxes(data, 0, len(data)))
 
 
 def movie_seconds(data: bytes) -> float:
-    """Returns how long an MP4 is shown by its header, edits included, or 0 where that does not tell."""
+    """Return the duration of an MP4 by its header, edits included, or 0 if the header does not state it."""
     for kind, lo, hi in _boxes(data, 0, len(data)):
         if kind != b"moov":
             continue
@@ -70,7 +70,7 @@ def _boxes(data: bytes, at: int, end: int) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _frames_of_png(data: bytes) -> int:
-    """Returns what ``acTL`` before the pixels of a PNG says, or 0."""
+    """Return the number of frames that ``acTL`` of a PNG declares, or 0."""
     at = 8
     for _ in range(MOST_PARTS):
         kind = data[at + 4 : at + 8]
@@ -83,7 +83,7 @@ def _frames_of_png(data: bytes) -> int:
 
 
 def _frames_of_webp(data: bytes) -> int:
-    """Returns the frames of an animated WebP, counted no further than the second."""
+    """Count the frames of an animated WebP up to two."""
     at, frames = 12, 0
     for _ in range(MOST_PARTS):
         if at + 8 > len(data) or frames == 2:
@@ -95,8 +95,8 @@ def _frames_of_webp(data: bytes) -> int:
 
 
 def _frames_of_gif(data: bytes) -> int:
-    """Returns the frames of a GIF, counted no further than the second; 2 where it has more parts than are looked at, so
-    that a decoding process finds out."""
+    """Count the frames of a GIF up to two; also return 2 if it has too many parts to look at, so that a decoding
+    process finds out."""
     flags = data[10] if len(data) > 10 else 0
     at, frames, parts = 13 + _colours(flags), 0, 0
     while at < len(data) and frames < 2:

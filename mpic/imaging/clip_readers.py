@@ -26,9 +26,9 @@ from mpic.imaging.pixels import converted
 
 INSTALL = "pip install 'mpic[video]'"
 ALLOWED = "format_whitelist;mov,matroska,avi|protocol_whitelist;none"
-"""Options of FFmpeg, as OpenCV reads them: containers that may be opened, and protocols, of which there is none."""
+"""Options of FFmpeg, as OpenCV reads them: the containers that may be opened, and no protocols."""
 OLDEST = 5
-"""This is the first version of OpenCV that clips are tested with."""
+"""Oldest version of OpenCV with which clips are tested."""
 SHORTEST_DELAY = 0.02
 DELAY = 0.1
 """Seconds that a frame of an animated image is shown if its file says less than the shortest delay, as browsers do."""
@@ -54,8 +54,8 @@ class ClipReader(NamedTuple):
     Args:
         width, height: of its frames as the file has them, in pixels.
         rate: frames a second as the file has it, or 0.
-        claimed: number of frames that the file has by its own account, or 0 where that is an estimate.
-        length: seconds that it is shown by its own account, edits included, or 0 where it does not tell.
+        claimed: number of frames that the file declares, or 0 if that is an estimate.
+        length: duration in seconds that the file declares, edits included, or 0 if it declares none.
         walk: its frames in the order in which they are shown; to be walked once.
     """
 
@@ -94,13 +94,13 @@ def reader(data: bytes) -> Iterator[ClipReader]:
 
 
 def installed() -> bool:
-    """Tells whether the package that decodes containers is installed."""
+    """Return whether the package that decodes containers is installed."""
     return importlib.util.find_spec("cv2") is not None
 
 
 def load() -> None:
-    """Imports the package that decodes containers, if it is there; it then says nothing on the standard error, and
-    opens nothing but what is ``ALLOWED``."""
+    """Import the package that decodes containers, if it is installed, without its messages on standard error, and
+    limited to the files that are ``ALLOWED``."""
     os.environ["OPENCV_FFMPEG_CAPTURE_OPTIONS"] = ALLOWED
     os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")
     os.environ.setdefault("OPENCV_LOG_LEVEL", "SILENT")
@@ -109,8 +109,8 @@ def load() -> None:
 
 
 def _account(kind: str, data: bytes) -> dict[str, Any]:
-    """Returns those fields of a ``ClipReader`` that OpenCV cannot tell right: Matroska has no number of frames, nor has
-    a fragmented MP4, so that OpenCV estimates it."""
+    """Return the fields of a ``ClipReader`` that OpenCV gets wrong: it estimates the number of frames of Matroska and
+    of fragmented MP4, which do not state it."""
     if kind == "AVI video":
         return {}
     if kind != "MP4 or QuickTime" or is_fragmented(data):

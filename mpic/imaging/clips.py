@@ -1,7 +1,6 @@
-"""Clips: what a file of moving pictures has, and some of its frames, both within bounds.
-
-Frames are counted by decoding them, because what a header says need not be so. They are upright and in RGB. All this
-runs in a worker process (``worker``); ``mpic.imaging.decoder`` sends the order.
+"""Clips: the facts about a video and some of its frames, both within bounds. Frames are counted by decoding them,
+because headers may be wrong. They are upright and in RGB. All this runs in a worker process (``worker``);
+``mpic.imaging.decoder`` sends the order.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ FRAME_PIXELS = 4096 * 2304
 MOST_RATE = 240.0
 """Most frames a second. A container whose clock ticks faster than that gives its clock as the rate."""
 USUAL_RATE = 24.0
-"""Frames a second of a clip that says nothing of time; transformers assumes the same."""
+"""Frames a second of a clip without times; transformers assumes the same."""
 AGREES = 0.01
-"""A rate that the file gives is taken if what the frames' times say differs by no more than this share."""
+"""The rate that the file declares is used if the frames' times differ from it by no more than this share."""
 LOST = 0.05
 """A file of whose frames more than this share (and more than two) cannot be decoded is damaged."""
 
@@ -96,7 +95,7 @@ def _opened(data: bytes, rules: ClipRules) -> Iterator[ClipReader]:
     except (InvalidUpload, TooLarge, OutOfMemory):
         raise
     except MemoryError as error:
-        raise OutOfMemory("the server has not enough memory to decode the clip now") from error
+        raise OutOfMemory("the server does not have enough memory to decode the clip now") from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise VideoTooLarge(
             f"the clip's frames have more than {rules.frame_pixels} pixels", param="file"
@@ -106,7 +105,7 @@ def _opened(data: bytes, rules: ClipRules) -> Iterator[ClipReader]:
 
 
 def facts(data: bytes, rules: ClipRules) -> ClipFacts:
-    """Decodes a whole clip, frame by frame, and returns what it has. Raises as ``_opened``."""
+    """Decode a whole clip, frame by frame, and return its facts. Raises as ``_opened``."""
     with _opened(data, rules) as found:
         count, first, last, size = 0, None, None, (0, 0)
         for count, shown in enumerate(found.walk, 1):
@@ -134,8 +133,8 @@ def facts(data: bytes, rules: ClipRules) -> ClipFacts:
 
 
 def _is_damaged(found: ClipReader, count: int, seconds: float) -> bool:
-    """Tells whether frames are missing. Those that an edit leaves out are not: then the frames last as long as the file
-    says."""
+    """Return whether frames are missing. Frames that an edit leaves out are not: the rest then lasts as long as the
+    file declares."""
     if found.claimed - count <= max(2, LOST * found.claimed):
         return False
     return not found.length or seconds + 1 / (found.rate or USUAL_RATE) < (1 - LOST) * found.length
@@ -165,7 +164,7 @@ def frames(
             if image.size != size:
                 raise InvalidVideo("the frames of the clip change their size", param="file")
             pixels = image.tobytes()
-            while following == number:  # a frame may be asked for more than once
+            while following == number:  # the same frame may be requested more than once
                 yield pixels
                 following = next(wanted, None)
         if following is not None:

@@ -39,7 +39,7 @@ CLIP_SLACK = 128 * MiB
 
 
 class Decoder:
-    """Decides where and when an image is decoded. Thread-safe.
+    """Decide where and when an image is decoded. Thread-safe.
 
     Args:
         workers: maximum number of worker processes at a time; 0 means one for each core, but at most four.
@@ -133,7 +133,7 @@ class Decoder:
     # -- clips, which are always decoded in a worker process
 
     def clip_facts(self, data: bytes, rules: ClipRules, budget: int, patient: bool = False) -> ClipFacts:
-        """Returns what a clip has. All of it is decoded for that, a frame at a time.
+        """Return the facts about a clip, by decoding all of it, a frame at a time.
 
         Args:
             budget: bytes that all decoding may take at a time.

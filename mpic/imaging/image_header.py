@@ -22,7 +22,7 @@ MOST_SCANS, SCANNED_PIXELS = 256, 1 << 30
 """Scans of a JPEG, and their pixels together, above which it is refused: a file of 300 KB can have a thousand scans,
 which take minutes. Programs write some ten scans, which makes 400 million pixels of the largest image."""
 MUCH_EXIF = 16 << 10
-"""EXIF data of n bytes can unpack to n * n / 12 bytes, because each of its entries may point at all of it."""
+"""EXIF data of n bytes can unpack to n * n / 12 bytes, because each entry may point at all of the data."""
 
 MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]", re.S)
 """A marker of a JPEG other than those within a scan."""

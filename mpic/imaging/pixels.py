@@ -39,7 +39,7 @@ TURNS = {
     7: Turn.TRANSVERSE,
     8: Turn.ROTATE_90,
 }
-"""The turn that sets an image upright, for each EXIF orientation."""
+"""The rotation that makes an image upright, by EXIF orientation."""
 SIDEWAYS = (Turn.TRANSPOSE, Turn.ROTATE_270, Turn.TRANSVERSE, Turn.ROTATE_90)
 FROM_RIGHT = (Turn.TRANSVERSE, Turn.ROTATE_90)
 """The first row of the upright image is the last column of the stored one."""
@@ -177,12 +177,13 @@ def opened(data: bytes, rules: ImageRules, draft: int = 0) -> Iterator[Upright]:
         raise ImageTooLarge(f"the image has more than {rules.pixels} pixels", param="file") from error
     except Exception as error:  # a decoder that reads hostile bytes may raise almost any exception
         if isinstance(error, MemoryError) or "out of memory" in str(error):  # the message of Pillow's codecs
-            raise OutOfMemory("the server has not enough memory to decode the image now") from error
+            raise OutOfMemory("the server does not have enough memory to decode the image now") from error
         raise InvalidImage(f"the image cannot be decoded{said_by(error)}", param="file") from error
 
 
 def said_by(error: Exception) -> str:
-    """Returns what a decoder says about bytes that it cannot read, in brackets, unless it is about its own objects."""
+    """Return a decoder's message about bytes that it cannot read, in brackets, unless it names the decoder's own
+    objects."""
     words = cut(" ".join(str(error).split()))
     return f" ({words})" if words and not re.search("<.*>|0x|Error|None", words) else ""
 
@@ -276,7 +277,7 @@ def _load(image: Image.Image) -> None:
 
 
 def _turn(image: Image.Image) -> Turn | None:
-    """Returns the turn that sets an image upright; None as well where its EXIF data cannot be read."""
+    """Return the rotation that makes an image upright; None if there is none, or its EXIF data cannot be read."""
     try:
         return TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
     except MemoryError:

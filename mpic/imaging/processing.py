@@ -1,8 +1,7 @@
-"""Has a model's processor process images exactly as it does when transformers calls it with a prompt.
+"""Run a model's image processor exactly as transformers does when it is called with a prompt.
 
-A processor gives its image processor settings that this one does not have on its own: InternVL's cuts images into
-tiles, although the image processor by itself does not. Hence the engines call image
-processors through this module only.
+A processor passes settings that its image processor alone does not have: InternVL's cuts images into tiles. Hence the
+engines call image processors through this module only.
 """
 
 from __future__ import annotations

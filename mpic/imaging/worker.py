@@ -22,7 +22,7 @@ from typing import Any
 from mpic.errors import ImageTooCostly, MPICError, OutOfMemory, VideoTooCostly
 from mpic.imaging import pixels
 
-NO_MEMORY = OutOfMemory.code, "the server has not enough memory to decode the file now"
+NO_MEMORY = OutOfMemory.code, "the server does not have enough memory to decode the file now"
 TOO_COSTLY = ImageTooCostly.code, "the image takes far more memory to decode than its size explains"
 CLIP_TOO_COSTLY = VideoTooCostly.code, "the clip takes far more memory to decode than its size explains"
 CLIPS = ("facts", "frames")
@@ -94,9 +94,10 @@ def _answer_clip(connection: Connection, order: dict[str, Any], data: bytes) -> 
 
 
 def _with_libraries() -> int:
-    """Loads what decodes clips, which takes address space of its own, and returns the size of the address space."""
+    """Load the libraries that decode clips, which take address space of their own, and return the size of the address
+    space."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))  # what the last image was bound to
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))  # the bound of the last image
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     from mpic.imaging import clip_readers
 
@@ -121,7 +122,7 @@ def _bound(base: int, memory: int, seconds: int) -> bool:
 
 
 def _available(size: int) -> bool:
-    """Returns whether so much memory can be allocated after all; then the image took more than it should."""
+    """Return whether that much memory can be allocated after all, in which case the image took more than its share."""
     try:
         mmap.mmap(-1, size).close()
     except (OSError, MemoryError):
@@ -130,7 +131,7 @@ def _available(size: int) -> bool:
 
 
 def _address_space() -> int:
-    """Returns the size of the address space in bytes; 0 if the system does not tell, and does not bound it either."""
+    """Return the size of the address space in bytes; 0 if the system neither reports nor bounds it."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")

@@ -38,7 +38,7 @@ CPU_SECONDS = 30
 CLIP_CPU_SECONDS = 90
 """Computing time that one walk over a clip may take."""
 IMAGE, CLIP = "the image", "the clip"
-"""An order is about one of these; they are subjects of sentences."""
+"""Subjects of error messages: what an order is about."""
 WALL_SECONDS = 180.0
 """Time after which a worker that does not answer is ended, for example because it was stopped."""
 IDLE_SECONDS = 30.0
@@ -68,7 +68,7 @@ class Reply:
     """The reply of a worker.
 
     Args:
-        frames: where the frames of a clip are put one after the other, each as many bytes as it has.
+        frames: buffer into which the frames of a clip are written one after the other.
 
     Attributes:
         result: the value or the bytes that were asked for.
@@ -84,7 +84,7 @@ class Reply:
         self._frames = iter(frames)
 
     def take(self, message: bytes) -> bool:
-        """Takes one message, and tells whether it was the last one. Raises the error that the worker reports."""
+        """Take one message and return whether it was the last one. Raises the error that the worker reports."""
         kind, body = message[:1], memoryview(message)[1:]
         if kind == b"p":
             strip = Image.frombuffer("RGB", (self.image.width, len(body) // 3 // self.image.width), body)

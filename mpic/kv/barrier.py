@@ -1,4 +1,5 @@
-"""Makes the layers of a step wait for the chunks that are loaded meanwhile, layer by layer (MPIC, section 4.3)."""
+"""Make the layers of a step wait for the chunks that are loaded meanwhile, layer by layer. MPIC (section 4.3) loads
+and computes in parallel, and calls layer-wise transfer orthogonal to that."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class LoadProgress:
             self._signal.changed.notify_all()
 
     def fail(self) -> None:
-        """Reports that no further layer will arrive. After the last one this means nothing."""
+        """Report that no further layer will arrive. After the last layer this does nothing."""
         with self._signal.changed:
             self.failed = not self.complete
             self._signal.changed.notify_all()

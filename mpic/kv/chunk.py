@@ -59,8 +59,8 @@ class ChunkKey:
 
     @classmethod
     def of_clip(cls, data: bytes) -> ChunkKey:
-        """Returns the key of a clip: of its file. Which of its frames are seen is a matter of the model's processor,
-        and therefore of the recipe."""
+        """Returns the key of a clip: of its file. The model's processor chooses which frames are seen, so that is part
+        of the recipe."""
         return cls("video", digest("video", data))
 
     def __str__(self) -> str:
@@ -75,8 +75,8 @@ class Recipe:
         dtype: type of the stored K and V (``float32``, ``bfloat16``, ``float16``).
         codec: encoding of the stored bytes; ``raw`` is lossless.
         sink: BOS tokens compiled in front of the chunk and dropped afterwards (LegoLink-0 of EPIC, section 4).
-        preprocessing: digest of the tokenizer and image processor that made the chunk's inputs; of a clip, of the video
-            processor and the way in which frames are sampled, too.
+        preprocessing: digest of the tokenizer and image processor that made the chunk's inputs; for a clip also of the
+        video processor and its sampling of frames.
         packet: digest of the adapter around the chunk (KV Packet, section 3.1), or empty.
         layout: what a layer keeps of a token. Empty: every head's key and value. ``latent-once``: the latent of
             multi-head latent attention and the part of the key that turns. ``latent``: the same twice, as key and as
@@ -99,7 +99,7 @@ class Recipe:
 
     @property
     def parts(self) -> int:
-        """How many vectors a layer keeps of a token and head: a key and a value, or one that is both."""
+        """Number of vectors that a layer keeps for a token and head: a key and a value, or one that serves as both."""
         return 1 if self.layout == LATENT_ONCE else 2
 
     def slots(self, n: int) -> int:

@@ -21,8 +21,8 @@ class Copies(Protocol):
     thread, the others from the one that gives the device its work."""
 
     def order(self) -> None:
-        """Makes copies started from now on wait for all work queued on the device so far, which may still read the
-        memory that they write."""
+        """Make copies that start from now on wait for the work queued on the device so far, which may still read the
+        memory that they overwrite."""
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Returns host memory to copy from; it may be dropped while its copies run."""
@@ -62,7 +62,7 @@ class CudaCopies:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
-            mark = torch.cuda.Event(blocking=True)  # who waits for it leaves its core
+            mark = torch.cuda.Event(blocking=True)  # waiting for it releases the core
             mark.record(self._stream)
         return mark
 
@@ -87,7 +87,7 @@ class CopiedProgress(LoadProgress):
         super().__init__(signal, layers)
         self._copies = copies
         self._marks: dict[int, Any] = {}  # of each layer's latest copy
-        self._early: set[int] = set()  # layers that are there before one in front of them
+        self._early: set[int] = set()  # layers that arrived before an earlier one did
 
     def copy(self, layers: Iterable[int], target: torch.Tensor, source: torch.Tensor) -> Any:
         """Starts to copy some layers or a piece of one; returns the mark. On a loader thread. Report the layers with

@@ -84,7 +84,7 @@ class DeviceCache:
         return resident
 
     def shape(self, resident: Resident, pressed: bool) -> None:
-        """Lays a chunk's extent out for all of its tokens, or for the slots that a press leaves. Its contents are lost;
+        """Lay out a chunk's extent for all of its tokens, or for the slots that a press leaves. Its contents are lost;
         the pages stay reserved, since a chunk that cannot be read is compiled in place."""
         tokens = resident.slots if pressed else len(resident.inputs)
         resident.extent.tokens, resident.extent.kept = resident.first + tokens, None

@@ -1,9 +1,9 @@
 """Stored chunks, checked against the model before anything of them is used.
 
-Checksums say that a file has the bytes that were written. They do not say that a model can take them: embeddings of
-another shape or type, ids that no table has, or keys that are no numbers would end a step, and with it the answers of
-everybody who has rows in it. Both engines check what they read here. What does not fit is moved aside, as damaged files
-are, and the chunk is compiled again.
+Checksums say that a file has the bytes that were written. They do not show that a model can use them: embeddings of
+another shape or type, ids outside the vocabulary, or keys that are not finite would fail a step, and with it every
+answer in that step. Both engines check here what they read. A file that does not fit is moved aside, like a damaged
+one, and the chunk is compiled again.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from mpic.kv.store import ChunkStore, PartedChunk, Reservation, StoredChunk, opt
 from mpic.memory import is_exhaustion
 
 MOST_POSITIONS = 1 << 24
-"""Rotary embeddings count in float32, which tells no larger numbers apart."""
+"""Largest position: rotary embeddings use float32, which cannot tell larger integers apart."""
 
 
 class Soft(Protocol):
-    """An adapter, as far as chunks that were compiled in it are checked; its length is its number of tokens."""
+    """The part of an adapter that checks of its chunks need; its length is its number of tokens."""
 
     @property
     def digest(self) -> str: ...
@@ -119,8 +119,8 @@ def _check_positions(name: str, kind: str, inputs: ChunkInputs, axes: tuple[int,
 
 
 def all_finite(values: torch.Tensor) -> bool:
-    """Returns whether a tensor has neither infinite values nor NaN. A sum tells at the speed of memory; only one that
-    overflows may be that of finite numbers."""
+    """Return whether a tensor has neither infinite values nor NaN. Its sum shows that at the speed of memory; only if
+    the sum is not finite are the values looked at, since finite ones may overflow."""
     if values.numel() == 0 or bool(values.sum().isfinite()):
         return True
     return all(bool(bound.isfinite()) for bound in torch.aminmax(values))
@@ -184,7 +184,7 @@ class CheckedStore:
         chunk = CheckedChunk(key, stored, self._expected)
         try:
             _ = chunk.inputs
-        except (MPICError, OSError):  # moved aside, or counted, by whoever found it
+        except (MPICError, OSError):  # the tier that found it has moved it aside, or counted it
             return None
         return chunk
 
@@ -251,7 +251,7 @@ class CheckedChunk:
                 with self._refusing():
                     check_layer(self._name, number, destination[number], self._expected)
                 yield number
-        # the destination is as the model and these inputs want it
+        # the destination has the shape that the model and these inputs ask for
         except (ValueError, IndexError, RuntimeError) as error:
             if is_exhaustion(error):
                 raise

@@ -36,8 +36,8 @@ from mpic.memory import is_exhaustion
 FORMAT = "mpic-chunk-1"
 BLOCK = 4096
 IO_BYTES = 2 << 20
-"""A read covers whole layers and at least this many bytes, where the chunk has them. Larger reads win nothing, and
-smaller pieces are still in the processor's cache when they are verified."""
+"""A read covers whole layers and at least this many bytes, where the chunk has them. Larger reads gain nothing, and
+smaller ones are still in the processor's cache when they are verified."""
 
 HEAD_BYTES = 64 << 10
 MAX_HEADER = 16 << 20
@@ -157,7 +157,8 @@ def _header(metadata: dict[str, str], entries: dict[str, Any]) -> bytes:
 class ChunkFile:
     """An open chunk file: its key, its inputs, and its KV on request.
 
-    It keeps the file open, so a chunk that is deleted or evicted meanwhile can still be read. Close it, or drop it.
+    The file stays open, so a chunk that is deleted or evicted meanwhile can still be read, until it is closed or
+    dropped.
 
     Attributes:
         key: key of the chunk in the file; equal to the requested key.
@@ -209,7 +210,7 @@ class ChunkFile:
             raise
 
     def named(self) -> bool:
-        """Returns whether its path is the name of this very file still, and not of one that has taken its place."""
+        """Return whether the path still names this file, and not one that has replaced it."""
         return self._files.names(self.path, self._fd)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Memory that the system provides when it is touched, or ahead of that."""
+"""Memory that the system provides when it is first touched, or earlier on request."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ memory as slowly."""
 
 
 class LazyMemory:
-    """``[elements]`` of a dtype in host memory, which are not cleared, so that even a large pool starts at once.
+    """``[elements]`` of a dtype in host memory, not cleared, so that even a large pool starts at once.
 
     Linux is asked for huge pages, which it may refuse. With them a core reads a span up to a quarter faster, because
     the processor's prefetching stops at the end of a page.
 
     Attributes:
         tensor: the memory.
-        provided: bytes from the begin on that the system has been asked for.
+        provided: bytes from the start that the system has been asked for.
     """
 
     def __init__(self, elements: int, dtype: torch.dtype) -> None:
@@ -34,7 +34,7 @@ class LazyMemory:
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.tensor = torch.frombuffer(self._memory, dtype=dtype)
         self.provided = 0
-        # mmap's own madvise holds Python's lock, so that every other thread would wait, too
+        # mmap's own madvise holds Python's lock, which would block every other thread
         self._madvise = ctypes.CDLL(None, use_errno=True).madvise
         self._madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
@@ -44,8 +44,8 @@ class LazyMemory:
         return hasattr(mmap, "MADV_HUGEPAGE")
 
     def provide(self, used: int, ahead: int) -> bool:
-        """Has the system provide one more slice of the ``ahead`` bytes behind the first ``used``, most of which have
-        been touched. Returns whether there was one to provide."""
+        """Ask the system for one more slice of the ``ahead`` bytes behind the first ``used``. Return whether there was
+        one left to ask for."""
         begin = max(self.provided, used // SLICE * SLICE)
         end = min(used + ahead, self._bytes)
         if begin >= end:

@@ -1,4 +1,4 @@
-"""Page-locked host memory, and a bound on what is kept of it.
+"""Page-locked host memory, with a bound on how much of it is kept.
 
 Torch's allocator rounds page-locked memory up to a power of two. Whatever is freed it keeps, for later tensors of the
 same rounded size and for no others. Where sizes change, each size would come to hold as much as it ever has at once:
@@ -17,12 +17,12 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 
 SPARE = 256 << 20
-"""Bytes beyond the budgets up to which freed blocks are kept, so that not every chunk of another size has them given
-back."""
+"""Bytes beyond the budgets up to which freed blocks are kept, so that a chunk of another size does not always evict
+them."""
 
 
 def page_locked_bytes(size: int) -> int:
-    """Returns how many bytes so many take in page-locked memory: torch rounds them up to a power of two."""
+    """Return the page-locked bytes that a tensor of so many bytes takes: torch rounds up to a power of two."""
     return 1 << (size - 1).bit_length()
 
 
@@ -37,13 +37,13 @@ def _give_back() -> None:
 class PageLocked:
     """The large page-locked memory of a process. Thread-safe.
 
-    A block counts as used until no tensor has it any more. Torch keeps it from others for a moment longer, while a copy
-    reads it; where such a block is wanted in that moment, or given back, the bound is exceeded by it.
+    A block counts as used while a tensor holds it. Torch withholds it a moment longer, while a copy reads it; if the
+    block is wanted or given back in that moment, the bound is exceeded by its size.
 
     Args:
         allocate: returns page-locked memory of a shape and a type.
-        give_back: has the allocator return all freed blocks to the system. It takes about as long as page-locking the
-            same bytes did, so it is done only when the budgets would be exceeded.
+        give_back: makes the allocator return all freed blocks to the system. It takes about as long as page-locking
+            the same bytes did, so it is done only when the budgets would be exceeded.
         spare: bytes beyond all budgets up to which freed blocks are kept.
     """
 
@@ -56,8 +56,8 @@ class PageLocked:
         self._allocate, self._give_back, self._spare = allocate, give_back, spare
         self._lock = threading.Lock()
         self._budgets: WeakKeyDictionary[object, int] = WeakKeyDictionary()
-        self._used: Counter[int] = Counter()  # blocks that tensors have, by their bytes
-        self._held: Counter[int] = Counter()  # blocks that the allocator has: those, and freed ones
+        self._used: Counter[int] = Counter()  # blocks held by tensors, by size in bytes
+        self._held: Counter[int] = Counter()  # blocks held by the allocator: those, and freed ones
         self._freed: deque[int] = deque()  # a tensor may end at any moment, also under the lock
 
     def allow(self, owner: object, size: int) -> None:
@@ -69,7 +69,7 @@ class PageLocked:
         """Returns uninitialised page-locked memory.
 
         Raises:
-            RuntimeError: there is not so much.
+            RuntimeError: there is not enough memory.
         """
         size = page_locked_bytes(math.prod(shape) * dtype.itemsize)
         with self._lock:
@@ -90,8 +90,8 @@ class PageLocked:
             return _sum(self._held)
 
     def _take(self, size: int) -> None:
-        """Counts a block as used, after freed ones were given back where it would be one too many. Call it with the
-        lock: nobody may take a freed block while they are given back."""
+        """Count a block as used; first give freed blocks back if it would exceed the budgets. Call this with the lock
+        held, since no freed block may be taken meanwhile."""
         while self._freed:
             self._used[self._freed.popleft()] -= 1
         if self._used[size] == self._held[size]:  # no freed block has this size

@@ -1,4 +1,4 @@
-"""How a chunk's KV is cut so that several threads can read it, each into a little memory that it is given.
+"""Cutting a chunk's KV so that several threads can read it, each into a small buffer.
 
 A *part* is a range of whole layers, or one layer that is larger than the memory. Different parts may be read at the
 same time. A part is read in *pieces*, one after the other, because a layer's checksum runs over all of it; nothing is

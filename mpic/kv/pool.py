@@ -79,8 +79,8 @@ class Pool:
         return self.page_elements * self.arena.element_size()
 
     def provide(self, tokens: int) -> bool:
-        """Has the system provide a little of the memory for ``tokens`` behind the last extent, which a step would
-        otherwise wait for. Returns whether there is more to provide."""
+        """Ask the system for a little of the memory for ``tokens`` behind the last extent, so that no step has to wait
+        for it. Return whether there is more to ask for."""
         if self._lazy is None:
             return False
         used = self.extents[-1].start + self.extents[-1].pages if self.extents else 0
@@ -93,7 +93,7 @@ class Pool:
         """Returns an extent of at least one token, after evicting caches if needed (``reclaim``); None when that is not
         enough.
 
-        The memory is not cleared. Nothing is evicted when the request could not succeed anyway.
+        The memory is not cleared. Nothing is evicted for a request that would still not fit.
         """
         pages = self.pages_for(tokens)
         if not self.fits(pages) and not self.reclaim(pages):

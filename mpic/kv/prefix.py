@@ -61,8 +61,8 @@ class Node:
 
 
 def _common(a: tuple[Item, ...], b: tuple[Item, ...]) -> int:
-    """Returns the number of items that both begin with. It compares halves, because one item after the other would take
-    Python milliseconds for a long prompt."""
+    """Return the number of items that both begin with, by comparing halves: item by item a long prompt would take
+    milliseconds."""
     same, most = 0, min(len(a), len(b))
     if a[:most] == b[:most]:
         return most
@@ -152,7 +152,7 @@ class PrefixCache:
         tokens = sum(map(own, new))
         if tokens == 0:
             return
-        node.pins += 1  # taking may evict, and must not evict this branch
+        node.pins += 1  # taking may evict, but not this branch
         try:
             extent = take(known)
         finally:

@@ -1,8 +1,8 @@
-"""From a device to host memory, beside what the device computes and without a step that waits for it.
+"""Copy from a device to host memory while the device computes, without making a step wait.
 
-A step marks what the device has been given so far. A thread then reads, on a stream of its own, behind that mark. What
-is read crosses through two fixed pieces of page-locked memory in turn: while one fills, the thread empties the other
-into ordinary memory. So however much is read, no more than these two pieces are ever locked.
+A step marks the work queued so far. A thread then reads behind that mark, on a stream of its own, through two fixed
+page-locked buffers in turn: while one fills, the thread empties the other into ordinary memory. So however much is
+read, only these two buffers are locked.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Readback(Protocol):
     other."""
 
     def mark(self) -> Any:
-        """Marks what the device has been given to compute so far. It does not wait."""
+        """Mark the work queued on the device so far, without waiting."""
 
     @contextmanager
     def behind(self, mark: Any) -> Iterator[None]:
-        """What the calling thread gives the device inside the block is done behind the mark, beside everything that was
-        given after it."""
+        """Run the work that the calling thread queues inside the block behind the mark, in parallel with everything
+        queued after it."""
 
     def to_host(self, source: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
         """Copies to ordinary host memory, and waits for that. Call it inside ``behind``.
@@ -43,7 +43,7 @@ class Readback(Protocol):
 
 
 class ReadbackAtOnce:
-    """For a device that has computed what it was given when the call returns: a CPU."""
+    """For a device that has finished its work when a call returns: a CPU."""
 
     def mark(self) -> None:
         pass
@@ -89,7 +89,7 @@ class CudaReadback:
             return [PAGE_LOCKED.empty((self._slot_bytes,), torch.uint8) for _ in range(2)]
 
     def _copied(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(blocking=True)  # who waits for it leaves its core
+        event = torch.cuda.Event(blocking=True)  # waiting for it releases the core
         event.record(self._stream)
         return event
 

@@ -1,9 +1,9 @@
 """A fixed ring of page-locked memory through which chunks are read to a device.
 
-A reader takes a slot for one piece, reads it from its file straight into the slot, starts the slot's copy to the device
-and gives the slot back with the copy's mark; whoever takes that slot next waits for the mark. Nobody who holds a slot
-waits for another one, for another load, or for a step, and a copy waits for nothing but the device. So every slot comes
-back, however many loads there are and however large their chunks.
+A reader takes a slot for one piece, reads it from its file straight into the slot, starts the slot's copy to the
+device and gives the slot back with the copy's mark; the next reader that takes the slot waits for that mark. A reader
+that holds a slot never waits for another slot, another load or a step, and a copy waits for nothing but the device. So
+every slot comes back, however many loads there are and however large their chunks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 SLOTS = 16
 LEAST_SLOT, MOST_SLOT = 64 << 10, 64 << 20  # bytes of a slot whose size is not configured
-SHARE = 64  # of what is free, one part in so many goes to the ring
-HOST_SHARE = 8  # and one part in so many of the budget of host memory
+SHARE = 64  # the ring takes one part in so many of the free memory
+HOST_SHARE = 8  # and at most one part in so many of the budget of host memory
 
 
 class Staging(NamedTuple):
@@ -137,12 +137,12 @@ class StagingRing:
 
     @property
     def held(self) -> int:
-        """How many slots readers hold now."""
+        """Number of slots that readers hold."""
         return self.size.slots - len(self._free)
 
     def close(self) -> None:
-        """Refuses whoever waits for a slot, waits for those who hold one and for all copies, and frees the memory. Safe
-        to call twice."""
+        """Refuse readers that wait for a slot, wait for those that hold one and for all copies, then free the memory.
+        Safe to call twice."""
         with self._changed:
             if self._closed:
                 return

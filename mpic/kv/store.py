@@ -22,7 +22,7 @@ class StoredChunk(Protocol):
     (``mpic.kv.expected``). ``close()`` closes what is open until the chunk is read again. ``worth(seconds) -> bool``
     says whether a slow tier expects to have read its KV in less time than computing it takes.
 
-    What a device that copies from page-locked memory asks for beside this is optional too:
+    Methods for a device that copies from page-locked memory are optional, too:
 
     - ``lend() -> Tensor | None``: the KV itself, in a tier of page-locked memory;
     - ``in_parts(most) -> PartedChunk | None``: for a tier that can be read in pieces of at most ``most`` bytes;
@@ -117,7 +117,7 @@ class PartedChunk(Protocol):
         ...
 
     def close(self) -> None:
-        """Releases what was opened, when nobody reads any more."""
+        """Close the file, once nobody reads it any more."""
         ...
 
 
@@ -132,11 +132,11 @@ class Reservation(Protocol):
     kv: torch.Tensor
 
     def keep(self) -> None:
-        """The memory has been filled and verified: the tier has the chunk from now on."""
+        """Hand over the filled and verified memory: from now on the tier has the chunk."""
         ...
 
     def drop(self) -> None:
-        """It will not be filled. Copies from it may still run."""
+        """Give the memory up unfilled. Copies from it may still run."""
         ...
 
 

@@ -67,7 +67,7 @@ class Policy(Method):
         prefix: reuse the request's own earlier prefixes.
         wrapping: the tokens its chunks are compiled with beside their own.
         two_step: compute the own tokens without the chunks first and the last token over everything in a second step
-            (the two-step form of full reuse of MPIC, section 2).
+            (the two-step form of full reuse of MPIC, section 3.2).
         context: False when chunks are left out of the prompt (``nocache``).
     """
 

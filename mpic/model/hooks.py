@@ -2,7 +2,7 @@
 
 A model's attention layers call ``mpic`` through transformers' attention interface with q and k already rotated at the
 rows' own positions. Rows' keys and values are written into their extents first and attended to after: the single
-step with a dummy cache of MPIC, section 4.2.
+step with a dummy cache of MPIC, section 5.1.
 """
 
 from __future__ import annotations

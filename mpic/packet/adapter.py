@@ -26,7 +26,7 @@ from mpic.model.loaded import LoadedModel
 
 FORMAT = "mpic-packet-1"
 PLACE = Path("packet") / "adapter.safetensors"
-"""Where a model's adapter is looked for, below the model's folder."""
+"""Path of a model's adapter, below the model's folder."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from mpic.press.presses.tova import TOVA
 PRESSES: tuple[type[Press], ...] = (Random, KNorm, Streaming, CUR, Leverage, TOVA, SnapKV)
 
 NONE = "none"
-"""How a request asks for chunks that are not compressed, whatever the server's own choice."""
+"""The name by which a request asks for uncompressed chunks, whatever the server's default."""
 
 
 def press_names() -> list[str]:

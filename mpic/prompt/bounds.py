@@ -50,7 +50,7 @@ class Limit:
     param: str | None = None
 
     def check(self, least: int) -> None:
-        """Refuses a text that has at least ``least`` tokens if that is too long.
+        """Refuse a text of at least ``least`` tokens if that is too long.
 
         Raises:
             ContextLengthExceeded: it is too long.
@@ -69,7 +69,7 @@ def least_tokens(texts: Iterable[str], longest: int | None, most: int) -> int:
 
     Args:
         longest: maximum number of bytes of a token; None: unknown.
-        most: the number with which the caller compares the result; the bound is only as exact as that requires.
+        most: the number with which the caller compares the result; the bound need not be more exact than that.
     """
     if longest is None:
         return 0

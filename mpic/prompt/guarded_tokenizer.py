@@ -176,8 +176,8 @@ class GuardedTokenizer:
         return [tuple(part) for part in parts]
 
     def _cuts_in(self, text: str, ids: list[int]) -> list[int]:
-        """Returns where the cuts are among the ids of a text. To look for how they are spelt is faster than to look
-        through the ids."""
+        """Return the places of the cuts among the ids of a text. Searching for their spelling is faster than searching
+        the ids."""
         if not any(spelling in text for spelling in self._cuts.values()):
             return []
         return [at for at, token in enumerate(ids) if token in self._cut_ids]
@@ -191,7 +191,7 @@ class GuardedTokenizer:
         return piece, True
 
     def _check(self, limit: Limit | None, texts: list[str]) -> None:
-        """Refuses texts that are too long whatever their tokens are. White space at the ends does not count, because
+        """Refuse texts that are too long however they are tokenized. White space at the ends does not count, because
         it may become part of a control token beside it."""
         if limit is not None and least_tokens(texts, self.sliced.longest, limit.tokens) > limit.tokens:
             limit.check(least_tokens([text.strip() for text in texts], self.sliced.longest, limit.tokens))
@@ -212,7 +212,7 @@ class GuardedTokenizer:
 
     def _verify(self, stock: Tokenizer, tokenizer: PreTrainedTokenizerBase) -> None:
         """Checks that the twin gives every control token as the stock tokenizer does, and none for its plain string."""
-        unknown = tokenizer.unk_token_id  # any unknown word gives it: not a breach
+        unknown = tokenizer.unk_token_id  # plain strings may become this one
         for text, spelling in self._spelling.items():
             ids = self._twin.encode(spelling, add_special_tokens=False).ids
             if ids != stock.encode(text, add_special_tokens=False).ids:

@@ -58,7 +58,7 @@ T = TypeVar("T")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 PART_TYPES = ("text", "image_url", "video_url", "image", "file", "document", "cache")
 URL_PARTS = ("image_url", "video_url", "image")
-"""Parts that a string stands for the URL of."""
+"""Parts in which a string may stand for the object with its URL."""
 
 
 Found = Chunk | Sequence[Chunk]
@@ -66,8 +66,8 @@ Found = Chunk | Sequence[Chunk]
 
 
 class Resolver(Protocol):
-    """Finds the chunks that a request refers to, in the library of the user. Its methods raise errors of
-    ``mpic.errors`` (UnknownHandle, FileNotFound, InvalidImage, ...); the parser fills in ``param``."""
+    """Find the chunks that a request refers to, in the user's library. Its methods raise errors of ``mpic.errors``
+    (UnknownHandle, FileNotFound, InvalidImage, ...); the parser fills in ``param``."""
 
     def by_handle(self, kind: HandleKind, name: str) -> Found:
         """Finds ``IMAGE#name`` (kind ``image``: must be an image) or ``FILE#name`` (kind ``file``: any kind)."""
@@ -94,7 +94,7 @@ class Resolver(Protocol):
 
 @dataclass
 class Handles:
-    """The reading of the handles in the texts of one request.
+    """How to read the handles in the texts of one request.
 
     Args:
         on: False leaves all of them text, escaped ones as they are.
@@ -305,7 +305,7 @@ class _Parser:
             )
         found = _blame(param, self.resolver.by_file_id, url)
         if what == "video" and any(chunk.kind != "video" for chunk in _chunks(found)):
-            raise BadRequest(f"the file {cut(url)!r} is no video", param=param)
+            raise BadRequest(f"the file {cut(url)!r} is not a video", param=param)
         return found
 
     def _text(self, text: str, role: str, part: int, param: str) -> list[Text | Ref]:
@@ -355,8 +355,8 @@ class _Parser:
             except UnknownHandle as error:
                 if len(self.unknown) == MAX_UNKNOWN:
                     raise BadRequest(
-                        f"the messages hold more than {MAX_UNKNOWN:,} names that do not exist: if they are no handles, "
-                        "set mpic.handles to false",
+                        f"the messages hold more than {MAX_UNKNOWN:,} names that do not exist: if they are "
+                        "not handles, set mpic.handles to false",
                         param=param,
                     ) from error
                 self.unknown[key] = why = error.message

@@ -20,8 +20,8 @@ from mpic.prompt.messages import Ref
 
 OPEN, CLOSE = "\uf8f0", "\uf8f1"
 _PATTERN = re.compile(f'{OPEN}([0-9a-f]{{32}})(\\\\*)"(\\d+){CLOSE}')
-"""A placeholder of any rendering: its nonce, backslashes and number. One that were made for each nonce would have to be
-compiled for each request."""
+"""A placeholder of any rendering: its nonce, backslashes and number. A pattern per nonce would have to be compiled for
+each request."""
 
 
 class Placeholders:

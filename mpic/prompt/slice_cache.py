@@ -1,7 +1,8 @@
-"""The ids of slices that a user's prompts had before: a long prompt that is sent again is not tokenized again.
+"""Cache of the token ids of slices of earlier prompts, so that a long prompt that is sent again is not tokenized
+again.
 
-A slice is found by a digest of the user and its text, so that nobody can tell from the time a prompt takes what another
-user has sent, and no text is kept.
+A slice is found by a digest of the user and its text, so timing reveals nothing about the prompts of other users, and
+no text is kept.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from array import array
 from collections import OrderedDict
 
 SLICE = 1 << 13
-"""Characters of a slice that is remembered. Slices are counted from the beginning of a prompt, so those of a
-conversation that has grown are the same up to where it has."""
+"""Characters of a remembered slice. Slices are counted from the beginning of a prompt, so a conversation that grows
+keeps its slices."""
 LEAST = 1 << 8
-"""Characters below which looking a slice up saves too little."""
+"""Slices of fewer characters are not worth looking up."""
 MOST_IDS = 1 << 20
 """Ids of all slices together, 4 bytes each."""
 MOST_SLICES = 1 << 14
@@ -41,7 +42,7 @@ class SliceCache:
             return self._ids[key].tolist()
 
     def keep(self, owner: str, text: str, ids: list[int]) -> None:
-        """Remembers the ids of a slice, unless there are more than may be held of all."""
+        """Remember the ids of a slice, unless it alone exceeds the bound."""
         if len(ids) > self.most_ids:
             return
         key, kept = _key(owner, text), array("I", ids)

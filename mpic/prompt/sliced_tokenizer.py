@@ -46,7 +46,7 @@ class SlicedTokenizer:
 
         Args:
             pieces: texts, and for each whether it may be cut.
-            owner: the user whose slices are remembered; None: nobody's are.
+            owner: the user whose slices are remembered; None: no slices are.
         """
         if owner is None:
             for text in self.slicer.joined(pieces, SLICE):
@@ -64,7 +64,7 @@ class SlicedTokenizer:
             yield text, ids
 
     def spans(self, text: str) -> Iterator[tuple[int, int]]:
-        """Yields for each id of a text the characters ``[start, end)`` that it stands for."""
+        """Yield the characters ``[start, end)`` of each id of a text."""
         for part in self.slicer.slices(text, SLICE):
             encoding = _encoded(self.tokenizer.encode_batch, part.text)
             yield from shifted(_offsets(encoding), part.start, part.dropped)
@@ -72,7 +72,7 @@ class SlicedTokenizer:
     def counter(self) -> Callable[[str, int], int]:
         """Returns a function that counts the ids of a text; above a given number, the count may be inexact. It
         remembers parts of texts, because a splitter counts many texts with the same beginning."""
-        known: dict[bytes, int] = {}  # by digest: the parts would take many times as much memory
+        known: dict[bytes, int] = {}  # by digest: keeping the parts would take many times as much memory
 
         def remembered(part: str) -> int:
             key = hashlib.blake2b(part.encode(errors="surrogatepass"), digest_size=16).digest()

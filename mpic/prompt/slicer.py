@@ -1,8 +1,8 @@
 """Cutting a long text into slices whose tokens, one slice after another, are exactly the tokens of the whole text.
 
-A tokenizer processes a whole text at once, for seconds if it is long, and cannot be stopped. Between slices it can:
-when there are too many tokens already, or when the result is no longer needed. A text is cut only at a space between
-two letters, and only if all of this holds for the tokenizer when the model is loaded:
+A tokenizer processes a whole text at once, for seconds if it is long, and cannot be stopped. Between slices it can be
+stopped: when there are too many tokens already, or when the result is no longer needed. A text is cut only at a space
+between two letters, and only if all of this holds for the tokenizer when the model is loaded:
 
 - The model is BPE, and no token of its vocabulary holds a letter followed by a space. It can then merge nothing across
   a cut, wherever its words end.
@@ -53,7 +53,7 @@ of each kind that are tried."""
 PLACES = tuple(
     map(re.compile, (r"(?<=\n)(?=\S)", r"(?<=\S)(?= \S)", r"(?<=[^\w\s])(?=\w)|(?<=\w)(?=[^\w\s])"))
 )
-"""Where a cut is tried when there is no space between letters, the best first: lines, other words, punctuation."""
+"""Places where a cut is tried when there is no space between letters, best first: lines, other words, punctuation."""
 JOINED = re.compile(r"[^\W\d_] |\ufffd ")
 """A letter, or a part of one, followed by a space."""
 

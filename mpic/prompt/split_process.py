@@ -73,7 +73,7 @@ def split_in_process(text: str, split: Split, tokenizer: SlicedTokenizer, most: 
 
 def _run(order_file: BinaryIO) -> bytes:
     """Runs the process on an order and returns its output."""
-    # -P: -m would look for modules in the working folder first, where anybody may have put some
+    # -P: otherwise -m looks for modules in the working folder first, where anybody may have put some
     command = [sys.executable, "-P", "-m", "mpic.prompt.split_process"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     process = subprocess.Popen(
@@ -120,7 +120,7 @@ def _read(file: BinaryIO) -> bytes:
 
 
 def _while_wanted(count: Callable[[str, int], int]) -> Callable[[str, int], int]:
-    """Returns a ``count`` that ends this process once the one that started it is gone."""
+    """Return a ``count`` that ends this process once its parent is gone."""
     parent = os.getppid()
 
     def counting(text: str, most: int) -> int:

@@ -27,8 +27,8 @@ class ToolCallReader:
         ``null`` for none.
 
         Raises:
-            BadRequest: a call is invalid, its arguments are no object, or they are too much with those of the calls
-                before it.
+            BadRequest: a call is invalid, its arguments are no object, or they exceed the bound together with those of
+            earlier calls.
         """
         if not isinstance(calls, list | tuple):
             raise BadRequest("tool_calls must be a list", param=param)

@@ -128,3 +128,19 @@ def test_the_search_knows_every_page(site, built):
     assert {entry[0] for entry in entries} == {page.to for page in site.pages.values()}
     found = [to for to, _, _, text in entries if "usage.mpic.ms" in text]
     assert "no-reuse.html" in found
+
+
+def test_the_map_is_a_page_with_one_row_for_an_idea():
+    text = (ROOT / "STRUCTURE.md").read_text()
+    words = re.findall(r"^\| ([^|]+) \|", text.partition("## Words")[2].partition("\n## ")[0], re.MULTILINE)[
+        1:
+    ]
+    names = [name for row in words for name in row.split(", ")]
+    assert len(text.splitlines()) <= 120 and 10 < len(words) <= 20 and len(set(names)) == len(names)
+
+
+def test_every_file_that_the_map_names_by_its_path_is_there():
+    text = FENCE.sub("", (ROOT / "STRUCTURE.md").read_text())
+    named = set(re.findall(r"`((?:mpic|kernels|lab|tests|tools|docs|deploy|webui)/[\w./-]+)", text))
+    assert len(named) > 30
+    assert [path for path in sorted(named) if "NAME" not in path and not (ROOT / path).exists()] == []

@@ -31,7 +31,7 @@ def test_families_are_checked_in_processes_and_rows_and_table_are_written(tmp_pa
         "paligemma": "verified",
     }
     assert "keep a state" in found["mamba"]["reason"]
-    assert "| gemma3_text | verified |  |" in table.read_text()
+    assert "| gemma3_text | refused (" in table.read_text(), "served, but not inside vLLM"
 
 
 def test_an_unknown_family_is_an_error():
@@ -56,4 +56,21 @@ def test_a_wrong_answer_is_noticed(monkeypatch):
 @pytest.mark.parametrize("result", ["refused", "failed"])
 def test_reasons_are_in_the_table(result):
     page = markdown([Row("one", KIND, result, "a | b")], {})
-    assert f"| one | {result} | a \\| b |" in page and f"1 {result}" in page
+    assert f"| one | {result}: a \\| b |" in page and f"1 {result}" in page
+
+
+def test_families_with_one_reason_share_a_row_whatever_it_names():
+    reasons = {
+        "mamba": "mamba: layers keep a state",
+        "jamba": "jamba_text: layers keep a state",
+        "bart": "bart: layers 4, 5, ... do not attend",
+        "plbart": "plbart: layers 4 do not attend",
+        "bert": "BertLMHeadModel: no decoder with layers",
+        "gpt2": "GPT2ForCausalLM: no decoder with layers",
+        "opt": "opt: it cannot be called: IndexError: index out of range",
+    }
+    page = markdown([Row(name, KIND, "refused", reason) for name, reason in reasons.items()], {})
+    assert "| mamba, jamba | refused: layers keep a state |" in page
+    assert "| bart, plbart | refused: layers do not attend |" in page
+    assert "| bert, gpt2 | refused: no decoder with layers |" in page
+    assert "| opt | refused: it cannot be called |" in page

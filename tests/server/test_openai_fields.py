@@ -1,17 +1,13 @@
 """Fields of OpenAI's that change nothing: one table lists the accepted values, and everything else follows it."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from server_helpers import invalid
 
-from mpic.api.openai_fields import OPENAI_FIELDS, table
+from mpic.api.openai_fields import OPENAI_FIELDS
 from mpic.api.requests import ChatRequest
 
-ROOT = Path(__file__).parents[2]
 CASES = [(field, value) for field in OPENAI_FIELDS for value in (None, *field.yes)]
 REFUSED = [(field, value) for field in OPENAI_FIELDS for value in field.no]
 name = lambda case: case.name if hasattr(case, "name") else json.dumps(case)[:20]
@@ -67,11 +63,3 @@ async def test_a_request_with_all_of_them_answers_as_without(server):
     plain, answer = await server.ask(), await server.ask(**fields)
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"] == plain.json()["choices"]
-
-
-def test_the_documentation_has_the_table():
-    ran = subprocess.run(
-        [sys.executable, "-m", "mpic.api.openai_fields"], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    assert ran.stdout == table() + "\n"
-    assert ran.stdout in (ROOT / "docs" / "api.md").read_text(), "put its output into docs/api.md"

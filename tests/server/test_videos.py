@@ -102,7 +102,7 @@ async def test_what_is_no_clip_is_refused_by_name(seeing, part, refused):
 async def test_an_image_is_no_video_by_its_id_either(seeing):
     file = await seeing.uploaded()
     answer = await seeing.ask([text("?"), {"type": "video_url", "video_url": {"url": file["id"]}}])
-    assert refusal(answer) == (400, "bad_request") and "is no video" in answer.text
+    assert refusal(answer) == (400, "bad_request") and "is not a video" in answer.text
 
 
 async def test_a_clip_is_no_image_by_its_handle(seeing):

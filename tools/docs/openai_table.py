@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from tables import code, table
+from tables import code
 
-from mpic.api.openai_fields import BY_NAME
+from mpic.api.openai_fields import table
 from mpic.api.requests import ChatRequest
-
-WHY = {name: field.why for name, field in BY_NAME.items()}
 
 USED = {
     "messages", "model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature", "top_p",
@@ -68,34 +66,26 @@ NEEDS = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}}
 
 
 def openai() -> Iterator[str]:
-    """Yields the lines of the page."""
+    """Yield the lines of the page."""
     yield (Path(__file__).parent / "openai.head.md").read_text(encoding="utf-8").rstrip()
-    yield from table("parameter|here|", [(code(name), *verdict(name)) for name in sorted(PROBES)])
+    yield f"\nSupported: {', '.join(code(name) for name in sorted(USED))}."
+    yield "Of the others, values that would change nothing are accepted (null always is):\n"
+    yield table()
 
 
-def verdict(name: str) -> tuple[str, str]:
-    """Returns ``supported``, ``ignored``, ``refused`` or ``only the usual value``, and a note."""
-    why = WHY.get(name, "")
+def verdict(name: str) -> str:
+    """Return ``supported``, ``ignored``, ``refused`` or ``only the usual value``."""
     active, *usual = PROBES[name]
     if accepted(name, active):
-        return ("supported", "") if name in USED else ("ignored", why or "it changes nothing here")
-    passed = [value for value in usual if accepted(name, value)]
-    if passed:
-        return "only the usual value", f"{', '.join(code(_json(value)) for value in passed)}; {why}".strip(
-            "; "
-        )
-    return "refused", why
+        return "supported" if name in USED else "ignored"
+    return "only the usual value" if any(accepted(name, value) for value in usual) else "refused"
 
 
 def accepted(name: str, value: Any) -> bool:
-    """Returns whether a request with this value passes the server's validation."""
+    """Return whether a request with this value passes the server's validation."""
     body = {"messages": PROBES["messages"][0], **NEEDS.get(name, {}), name: value}
     try:
         ChatRequest.model_validate(body)
     except ValidationError:
         return False
     return True
-
-
-def _json(value: Any) -> str:
-    return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value).replace("'", '"')

@@ -1,4 +1,4 @@
-"""Reading comprehension from the data sets' own files: SQuAD, emrQA, NewsQA, NarrativeQA (MEPIC, section 5),
+"""Reading comprehension from the data sets' own files: SQuAD, emrQA, NewsQA, NarrativeQA (MEPIC, section 4),
 biographies (KV Packet, section 4.1).
 
 Each question is asked over its own text and ``chunks - 1`` others of the file, in an order drawn from the seed, so that

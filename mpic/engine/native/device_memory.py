@@ -120,8 +120,8 @@ class DeviceMemory:
         return True, extent
 
     def _can_hold(self, missing: Sequence[LinkedChunk | CompileRequest], tokens: int, freed: int = 0) -> bool:
-        """Returns whether an extent and missing chunks take no more pages than are free and can be freed: what waits
-        all the same must not evict anything first."""
+        """Return whether an extent and missing chunks fit into the pages that are free or can be freed: nothing is
+        evicted for a request that still will not fit."""
         pages, free = self.pages_for(missing, tokens), self.pool.free_pages + freed
         return pages <= free or pages <= free + self.device.evictable_pages()
 

@@ -85,10 +85,10 @@ class GraphCapture:
 
 @contextmanager
 def _no_waiting() -> Iterator[None]:
-    """Has work that waits for the device raise inside the block.
+    """Make work that waits for the device raise inside the block.
 
-    During a capture it would fail, too, but then torch's allocator believes until the process ends that a capture is
-    under way, and gives no memory back to the device before it says that there is none.
+    During a capture it would fail, too, but torch's allocator would then believe for the rest of the process that a
+    capture is under way, and never give memory back to the device.
     """
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")

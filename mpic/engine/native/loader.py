@@ -82,8 +82,8 @@ class LoadQueue:
             self._push(load, load.layers)
 
     def fork(self, load: ChunkLoad, layers: Iterator[int | None], first: int) -> None:
-        """Has layers of a load, from about number ``first`` on, read beside the others. Called by what reads the load,
-        on a loader thread."""
+        """Let another thread read layers of a load, from about number ``first`` on, in parallel. The reader of the
+        load calls this on its loader thread."""
         with self._changed:
             load.lanes += 1
             self._push(load, layers, first)

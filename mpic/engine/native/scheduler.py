@@ -183,7 +183,7 @@ class Scheduler:
         return given - budget
 
     def _follow_loads(self, slices: list[BatchSlice], budget: int) -> None:
-        """Adds links whose loads are under way: they run beside them, layer by layer (MPIC, section 4.3).
+        """Adds links whose loads are under way: they run beside them, layer by layer.
 
         A step that waits for a disk makes everything in it wait, so a link joins only
 

@@ -140,9 +140,8 @@ class Turns:
         return any(share.waiting for other, share in self._shares.items() if other != user)
 
     def level(self, wanted: Mapping[str, int], budget: int) -> dict[str, int]:
-        """Returns how many rows of a step each user gets: a quarter of the step is for all of them in equal parts, and
-        of the rest whoever has had least gets all that he wants until he has had as much as the next, with whom he
-        then shares.
+        """Return the rows of a step for each user. A quarter of the step is split equally; the rest goes to the user
+        who has had least until that user has had as much as the next, with whom it is then shared.
 
         Args:
             wanted: rows that could be computed for each.

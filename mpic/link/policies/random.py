@@ -12,8 +12,8 @@ from mpic.method import percent
 
 @dataclass(frozen=True)
 class Random(Policy):
-    """Random-r: recompute ``r`` percent of each chunk's tokens, drawn uniformly: the control in CacheBlend's and MPIC's
-    comparisons, which shows the effect of a budget that nothing guides. The draw depends only on ``r``, the chunk's
+    """Random-r: recompute ``r`` percent of each chunk's tokens, drawn uniformly: the control of KV Packet, which
+    shows the effect of the budget alone. The draw depends only on ``r``, the chunk's
     length and its place among the chunks, so a request selects the same tokens every time."""
 
     syntax = "random-R"

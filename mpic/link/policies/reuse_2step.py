@@ -9,7 +9,7 @@ from mpic.link.policies.reuse import Reuse
 
 @dataclass(frozen=True)
 class ReuseTwoStep(Reuse):
-    """Full reuse in the two steps of MPIC, section 2: the text is prefilled without the chunks, then the last token
+    """Full reuse in the two steps of MPIC, section 3.2: the text is prefilled without the chunks, then the last token
     once more over everything. Kept for comparison: it launches two forwards and its text never sees a chunk."""
 
     syntax = "reuse-2step"

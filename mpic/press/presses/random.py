@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Random(Press):
-    """Random: shows the effect of a size that nothing guides. The draw depends only on layer, heads and length, so a
-    chunk is compressed the same way every time."""
+    """Random: shows the effect of the size alone. The draw depends only on layer, heads and length, so a chunk is
+    compressed the same way every time."""
 
     syntax = "random-R"
     summary = "Removes R percent of the tokens at random. A control."

@@ -1,4 +1,4 @@
-"""Has vLLM compute a chunk, and reads it from the files that its workers write, one file per worker."""
+"""Make vLLM compute a chunk, and read it from the files that its workers write, one file per worker."""
 
 from __future__ import annotations
 

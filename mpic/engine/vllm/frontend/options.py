@@ -182,7 +182,7 @@ def engine_args(
         values["attention_backend"] = _default_attention(model.dtype)
     values |= given
     if values.get("enforce_eager"):
-        # a part of vLLM's sampler is compiled all the same, which takes seconds and, on a CPU, a C++ compiler
+        # vLLM would still compile a part of its sampler, which takes seconds and, on a CPU, a C++ compiler
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     try:
         return AsyncEngineArgs(**values)

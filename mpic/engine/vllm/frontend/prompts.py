@@ -33,7 +33,7 @@ def token_prompt(ids: Sequence[int], salt: str) -> VLLMPrompt:
 
 
 def accept_soft_ids(renderer: Any, soft: int) -> None:
-    """Has vLLM's check of prompts pass the ids of an adapter's ``soft`` tokens. All others are checked as before."""
+    """Make vLLM's check of prompts accept the ids of an adapter's ``soft`` tokens. It checks all others as before."""
     check = renderer.validate_token_ids
     accepted = range(FIRST_SOFT, FIRST_SOFT + soft)
 

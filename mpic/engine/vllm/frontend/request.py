@@ -206,7 +206,7 @@ class Request:
         return progress
 
     async def _recheck(self, prepared: PreparedPrompt, report: dict[str, Any]) -> None:
-        """Has the chunks compiled again whose files cannot be used any more."""
+        """Compile the chunks again whose files cannot be used any more."""
         log.warning("a chunk's file could not be used and is compiled again: %s", report.get("message"))
         self._runtime.counters["load_failures"] += 1
         for chunk in prepared.needed:

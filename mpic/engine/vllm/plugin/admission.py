@@ -183,7 +183,7 @@ class Admission:
         for folder in self._folders:
             try:
                 inside = (folder / order.folder).resolve(strict=True)
-            except (OSError, RuntimeError):  # it does not exist, or the name is none for a file
+            except (OSError, RuntimeError):  # it does not exist, or is not a valid file name
                 continue
             if inside.is_dir() and inside.is_relative_to(folder):
                 return str(inside)

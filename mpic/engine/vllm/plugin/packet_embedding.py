@@ -59,10 +59,11 @@ def adapter_of(config: VllmConfig) -> Adapter | None:
 
 @torch.inference_mode()
 def install(model: Any, adapter: Adapter) -> None:
-    """Has a language model's embedding layer know an adapter. Call it before the model runs, which may compile it.
+    """Teach a language model's embedding layer an adapter's tokens. Call this before the model runs, which may compile
+    it.
 
     Raises:
-        ModelRefused: there is not one table of embeddings, or what it gives is changed before the first layer.
+        ModelRefused: there is not exactly one table of embeddings, or its output is changed before the first layer.
     """
     tables = [
         module

@@ -154,7 +154,7 @@ class Placement:
         turns = {write.delta: rotation.by(write.delta) for write in writes}
         self._turns = {delta: self._sent_turn(turn) for delta, turn in turns.items()}
         self._free = list(staging.buffers)
-        self._copies.order()  # whoever used their memory last is on the computing stream
+        self._copies.order()  # their memory was last used on the computing stream
         self._send()
 
     def layer(self, number: int) -> None:
@@ -184,7 +184,7 @@ class Placement:
             self._sent.append(self._free.pop().fill(self._waiting.popleft()))
 
     def _write(self, sent: PendingTransfer) -> None:
-        """Has the device rotate and write what a transfer brings, and then fill its buffer again."""
+        """Make the device rotate and write the tokens of a transfer, and then fill its buffer again."""
         write, layers, picks, span, crossing = sent.transfer
         self._copies.follow(sent.mark)
         inside = slice(span.start - crossing.start, span.stop - crossing.start)

@@ -99,8 +99,8 @@ class LinkEncoderRunner(EncoderRunner):
 class LinkRunnerV2(LinkRunner):
     """A mixin for ``GPUModelRunner``, and for the ``CPUModelRunner`` that derives from it.
 
-    vLLM forgets a request that it preempts and adds it again. All of it may be in the prefix cache by then, so that it
-    is no link any more; its M-RoPE positions are kept until it ends.
+    vLLM forgets a request that it preempts and adds it again. By then all of it may be in the prefix cache, and it is
+    no longer a link; its M-RoPE positions are kept until it ends.
     """
 
     _blocks: dict[str, list[int]]

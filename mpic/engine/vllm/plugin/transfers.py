@@ -1,4 +1,4 @@
-"""How chunks are cut into transfers to a GPU.
+"""Cutting chunks into transfers to a GPU.
 
 Torch copies host memory to a device by the copy engine, beside everything else, only from one contiguous range to
 another. Anything strided it first gathers on the host, into pageable memory, and then nothing is asynchronous any more
