@@ -20,15 +20,11 @@ from mpic_lab.bench import (  # noqa: F401 - each registers itself
     flops,
     frames,
     frames_vllm,
-    load,
     memory,
-    overhead,
     parallel,
     peaks,
-    profile,
     rates,
     retrieval,
-    sampling,
     serving,
     serving_http,
     start,
@@ -56,8 +52,12 @@ app = typer.Typer(
 
 FORMER = {
     "gpu": "make bench-gpu",
+    "load": "mpic bench parallel",
+    "overhead": "mpic bench flops",
     "pages": "mpic bench memory",
     "serve": "mpic bench serving",
+    "profile": "mpic bench serving --engine native-http",
+    "sampling": "mpic bench decode",
     "restart": "make test ARGS=tests/library/test_many_files.py",
 }
 """Names that benches had before, and what took their places."""

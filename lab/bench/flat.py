@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpic.engine.native.engine import NativeEngine
+from mpic.engine.base import Engine
 from mpic.kv.chunk import Chunk
 from mpic.link import BARE, parse_policy
 from mpic.memory import give_back
+from mpic_lab.bench.checkpoint import make_model
 from mpic_lab.bench.harness import (
     BenchDevice,
     BenchFailed,
@@ -36,10 +37,8 @@ from mpic_lab.bench.workload import (
     engine_for,
     expect,
     first_token,
-    make_pair,
     request_of,
 )
-from mpic_lab.train.packet import initial
 
 K, R = 16, 15
 SOFT = 8
@@ -162,8 +161,7 @@ def _measured(
     """
     if min(totals) < settings.fixed:
         raise BenchFailed(f"{min(totals)} tokens make no document of {settings.fixed}")
-    pair = make_pair(decoder, placement, seed=settings.seed)
-    adapter = initial(pair.loaded, SOFT, settings.seed)
+    model = make_model(decoder, placement, seed=settings.seed, packet=SOFT)
     packets = parse_policy(PACKED).wrapping
     ids = Ids(decoder.vocabulary, settings.seed)
     grown = {n: [n // settings.documents] * settings.documents for n in totals}
@@ -171,8 +169,7 @@ def _measured(
     columns: dict[str, Callable[[], float]] = {}
     # documents of both kinds, packets, and what requests leave behind
     room = 4 * sum(totals) + 4 * max(totals)
-    with engine_for(pair.loaded, room, adapter=adapter) as engine:
-        engine.pool.arena.zero_()  # its pages are touched, so that they do not count as memory of a request
+    with engine_for(model, room) as engine:
         subject = _FlatSubject(engine, ids, settings, placement)
         for kind, sizes in ((FIXED, added), (GROWING, grown)):
             for total, lengths in sizes.items():
@@ -192,13 +189,13 @@ def _measured(
                 if (series := samples.get(f"{kind} {total} {policy}")) is not None:
                     memory = subject.memory(total, len(lengths), policy) if kind == FIXED else {}
                     rows.append({"table": kind, **size, "policy": policy} | series.row() | memory)
-    return rows, samples, pair.description
+    return rows, samples, model.description
 
 
 class _FlatSubject:
     """An engine whose requests are timed, and whose memory is measured in the first round."""
 
-    def __init__(self, engine: NativeEngine, ids: Ids, settings: Settings, placement: BenchDevice) -> None:
+    def __init__(self, engine: Engine, ids: Ids, settings: Settings, placement: BenchDevice) -> None:
         self._engine, self._ids, self._settings, self._placement = engine, ids, settings, placement
         self._work: dict[tuple[int, str], int | None] = {}
 
@@ -223,7 +220,9 @@ class _FlatSubject:
     def memory(self, total: int, documents: int, policy: str) -> Row:
         """Returns the pages of a prompt and the other memory that a request took; no figure where it cannot be told."""
         soft = 2 * SOFT * documents if policy == PACKED else 0
-        pages = -(-(total + soft + self._settings.text + 2) // PAGE) * self._engine.pool.page_bytes
+        pages = (
+            -(-(total + soft + self._settings.text + 2) // PAGE) * self._engine.stats()["pages"]["page_bytes"]
+        )
         work = self._work[total, policy]
         if work is None:
             return {"kv_MiB": _mib(pages)}
