@@ -23,7 +23,7 @@ from mpic_lab.bench.workload import (
     describe,
     random_model,
 )
-from mpic_lab.train.model import save_folder
+from mpic_lab.llava_folder import save_folder
 from mpic_lab.train.packet import initial
 
 CONTROL = ("<pad>", "<s>", "</s>", "<unk>", "<|im_end|>", "<image>", "<|im_start|>", "user", "assistant", ":")

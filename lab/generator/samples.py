@@ -30,7 +30,6 @@ from mpic_lab.generator import documents, questions
 from mpic_lab.generator.conversation import Conversation, Document, Image, Part, Turn
 from mpic_lab.generator.documents import Fact
 from mpic_lab.generator.images import BACKGROUNDS, POSITIONS, Scene
-from mpic_lab.generator.tasks import SYSTEMS
 from mpic_lab.generator.wordings import WORDINGS
 from mpic_lab.generator.worlds import WORLDS
 
@@ -256,7 +255,9 @@ class Samples:
         for turn, (handle, kind, at) in enumerate(asked):
             order = handles[turn:] + handles[:turn]
             question = self._over(
-                " ".join(order), self._image(handle, kind, at, taught=True), system=SYSTEMS[-1]
+                " ".join(order),
+                self._image(handle, kind, at, taught=True),
+                system="Please answer in a few words.",
             )
             yield SampleQuestion(f"{EIGHT_IMAGES}-{turn + 1}", EIGHT_IMAGES, question)
 

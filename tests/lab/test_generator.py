@@ -17,7 +17,14 @@ from mpic_lab.generator import (
     words,
 )
 from mpic_lab.generator.documents import reference_fact
-from mpic_lab.generator.mix import Mix
+from mpic_lab.generator.tokenizer import build_tokenizer
+from mpic_lab.generator.words import NUMBERS
+from mpic_lab.generator.worlds import SECOND as WORLD
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
 
 
 def _spelled(conversation: Conversation) -> str:
@@ -26,14 +33,14 @@ def _spelled(conversation: Conversation) -> str:
 
 def test_same_seed_same_conversations_and_pixels():
     first, second = (
-        [s for _ in range(5) for s in segments(g.training(3, 6))] for g in (Generator(7), Generator(7))
+        [s for task in EVAL_TASKS for s in segments(g.task(task, 3))] for g in (Generator(7), Generator(7))
     )
     assert len(first) == len(second)
     assert all(
         a.kind == b.kind and a.target == b.target and np.array_equal(a.content, b.content)
         for a, b in zip(first, second, strict=True)
     )
-    assert _spelled(Generator(8).training(3, 6)) != _spelled(Generator(7).training(3, 6))
+    assert _spelled(Generator(8).task("mixed", 3)) != _spelled(Generator(7).task("mixed", 3))
 
 
 def test_evaluation_uses_names_handles_and_fillers_training_never_sees():
@@ -91,15 +98,6 @@ def test_every_task_is_answerable_at_every_size_and_documents_are_40_to_120_toke
                     assert 40 <= len(tokenizer(part.text, add_special_tokens=False).input_ids) <= 120
 
 
-def test_chunks_may_all_be_of_one_kind():
-    generator = Generator(6)
-    for _ in range(20):
-        subjects = [item.about for item in generator.context(8, Mix(alike=1.0))]
-        assert len({(type(about), getattr(about, "kind", "")) for about in subjects}) == 1
-    mixed = [{type(i.about).__name__ for i in generator.context(8, Mix())} for _ in range(20)]
-    assert sum(len(kinds) > 1 for kinds in mixed) > 15
-
-
 def test_a_search_may_find_references_besides_and_only_one_of_them_answers():
     generator = Generator(5)
     for kind in ("person", "thing"):
@@ -116,10 +114,45 @@ def test_a_search_may_find_references_besides_and_only_one_of_them_answers():
 
 def test_references_never_contradict_each_other_nor_the_documents_of_the_prompt():
     generator, library = Generator(6), {}
-    needles = generator.context_of(["needle"] * 8, Mix(), named=False)
+    needles = generator.context_of(["needle"] * 8, named=False)
     told = {f"The code of the {thing} is" for item in needles for thing in item.about.facts}
     for _ in range(60):
         for reference in generator.search(needles, "thing", 4, library).references:
             code = reference.text.rstrip(".").split()[-1]
             assert not any(reference.text.startswith(sentence) for sentence in told)
             assert library["code", reference.text.split()[4]] == code
+
+
+def _large_chunks(task, count, seeds):
+    return [c for s in seeds for c in Generator(s, "eval", world=WORLD).task(task, count).turns[0].user[:-1]]
+
+
+def test_documents_of_the_second_generation_have_300_to_1000_tokens_with_facts_anywhere(tokenizer):
+    texts = [d.text for t in ("card", "needle", "biography") for d in _large_chunks(t, 2, range(4))]
+    lengths = [len(tokenizer(text, add_special_tokens=False).input_ids) for text in texts]
+    assert min(lengths) >= 280 and max(lengths) <= 1050
+    places = []
+    for document in _large_chunks("card", 1, range(40)):
+        sentences = [sentence.split() for sentence in document.text.split(". ")]
+        facts = [i for i, s in enumerate(sentences) if s[0] == "The" and s[2] == "of" and s[4] == "is"]
+        places += [i / document.text.count(". ") for i in facts]
+    assert len(places) >= 100 and np.histogram(places, 4, (0, 1.01))[0].min() > len(places) / 8
+
+
+def test_chunks_of_the_training_half_are_counted_in_any_order_and_others_as_the_template_does():
+    orders = []
+    for seed in range(8):
+        items = Generator(seed, "train", world=WORLD).context_of(["image"] * 4, named=False)
+        names = [item.part.name for item in items]
+        assert [item.label for item in items] == [f"image {name}" for name in names]
+        orders.append([NUMBERS.index(name) for name in names])
+    assert any(order != sorted(order) for order in orders)
+    for one in (Generator(0, "eval", world=WORLD), Generator(0, "train")):
+        labels = [item.label for item in one.context_of(["image"] * 3, named=False)]
+        assert labels == ["image one", "image two", "image three"]
+
+
+def test_large_images_of_a_prompt_have_backgrounds_of_their_own():
+    for seed in range(4):
+        corners = [tuple((image.pixels[0, 0] + 12) // 32) for image in _large_chunks("image", 8, [seed])]
+        assert len({*corners}) == len(corners) == 8

@@ -6,7 +6,6 @@ import re
 import pytest
 
 from mpic_lab.generator import EVAL_TASKS, Generator, questions, tasks
-from mpic_lab.generator.mix import Mix
 from mpic_lab.generator.wordings import WORDINGS, draw
 
 KINDS = list(WORDINGS["train"])
@@ -75,7 +74,7 @@ def test_held_out_questions_are_asked_in_the_wordings_of_their_list_only(monkeyp
 def test_a_comparison_inside_a_sentence_asks_about_a_shape_that_both_images_have():
     generator = Generator(0)
     for _ in range(200):
-        items = generator.context_of(["image", "image"], Mix(), named=False)
+        items = generator.context_of(["image", "image"], named=False)
         turn = generator._word_level(items)
         if turn is not None and turn.kind == "word same":
             text = " ".join(p for p in turn.user if isinstance(p, str))
