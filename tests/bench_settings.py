@@ -64,6 +64,6 @@ SETTINGS = {
         tokens=120,
         repeats=1,
     ),
-    "start": start.Settings(uncounted=0, repeats=1, packages=5),
+    "start": start.Settings(uncounted=0, repeats=1),
     "retrieval": retrieval.Settings(TINY, TOWER, references=2, context=24, policy="mpic-4", repeats=1),
 }

@@ -85,9 +85,3 @@ def send(
     if failed:
         raise failed[0]
     return served
-
-
-def quantile(values: Sequence[float], q: float) -> float:
-    """Returns the smallest value that at least a share ``q`` of all values do not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, -(-int(q * 1000) * len(ordered) // 1000) - 1))]

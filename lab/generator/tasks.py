@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 from mpic_lab.generator import documents, questions
 from mpic_lab.generator.chunks import KINDS, NAMED, ChunkGenerator, Labelled
-from mpic_lab.generator.conversation import Conversation, Document, Image, Part, Turn, fill_in
+from mpic_lab.generator.conversation import Conversation, Document, Part, Turn, fill_in
 from mpic_lab.generator.documents import Fact
 from mpic_lab.generator.images import Scene, draw_scene
 from mpic_lab.generator.wordings import draw
 from mpic_lab.generator.words import OBJECTS, draw_people
 
 _TRIES = 4  # at a question that differs from those asked, for each that is wanted
-
-Library = dict[tuple[str, str], str]
-"""Facts that searches have found: (attribute, subject) -> value."""
 
 
 class Generator(ChunkGenerator):
@@ -60,26 +57,20 @@ class Generator(ChunkGenerator):
         text = questions.ask(self.rng, self.asking, f"last {key}")
         return questions.Question(f"last {key}", text, people[-1].facts[key], f"last {key}")
 
-    def search(
-        self, items: list[Labelled], kind: str | None = None, others: int = 0, library: Library | None = None
-    ) -> Turn:
-        """Returns a question that only the library can answer, which finds so many other references too.
-
-        `library` holds its earlier answers; searches add to it.
-        """
+    def search(self, items: list[Labelled], kind: str) -> Turn:
+        """Returns a question that only the library can answer: about a ``person``, a ``thing`` or a ``picture``."""
         rng, split, asking = self.rng, self.split, self.asking
-        kind = kind or rng.choice(("person", "thing", "picture"))
         if kind == "picture":
             scene = draw_scene(rng, rng.randint(2, 4), digits=False)
             (_, colour, shape), (_, answer, other) = rng.sample(scene.objects, 2)
             wanted = f"{colour} {shape}"
-            found = [self.image(s) for s in (scene, *self._without((colour, shape), others))]
+            found = self.image(scene)
             query = f"picture with a {wanted}"
             if rng.random() < 0.5:
                 text = questions.ask(rng, asking, "library colour", x=wanted, y=other)
             else:
                 text, answer = questions.ask(rng, asking, "library", x=wanted), str(len(scene.objects))
-            return Turn([text], answer, query, self._ranked(found), "search picture")
+            return Turn([text], answer, query, [found], "search picture")
         if kind == "thing":
             present = {key for i in items if isinstance(i.about, Fact) for key in i.about.facts}
             subject = rng.choice([o for o in OBJECTS if o not in present])
@@ -89,37 +80,9 @@ class Generator(ChunkGenerator):
             subject = next(p for p in iter(lambda: draw_people(rng, 1, split)[0], None) if p not in present)
             attribute = rng.choice(questions.ATTRIBUTES)
             text = questions.ask(rng, asking, attribute, x=subject)
-        library, facts = {} if library is None else library, [(attribute, subject)]
-        if others:
-            facts += self._near(attribute, subject, present)[:others]
-        values = [library.setdefault(fact, documents.draw_value(rng, fact[0])) for fact in facts]
-        found = [Document(documents.reference_fact(*f, v)) for f, v in zip(facts, values, strict=True)]
-        return Turn([text], values[0], f"{attribute} of {subject}", self._ranked(found), f"search {kind}")
-
-    def _near(self, attribute: str, subject: str, present: set[str]) -> list[tuple[str, str]]:
-        """Returns similar facts that are not in the context: the same of others; of people, other facts, too."""
-        rng = self.rng
-        if attribute == "code":
-            similar = [(attribute, o) for o in OBJECTS if o not in {*present, subject}]
-        else:
-            similar = [(a, subject) for a in questions.ATTRIBUTES if a != attribute]
-            people = draw_people(rng, 4, self.split)
-            similar += [(attribute, p) for p in people if p not in {*present, subject}]
-        rng.shuffle(similar)
-        return similar
-
-    def _without(self, wanted: tuple[str, str], count: int) -> Iterator[Scene]:
-        """Yields scenes without an object."""
-        while count > 0:
-            scene = draw_scene(self.rng, self.rng.randint(2, 4), digits=False)
-            if wanted not in {(c, s) for _, c, s in scene.objects}:
-                count -= 1
-                yield scene
-
-    def _ranked(self, found: list[Image | Document]) -> list[Image | Document]:
-        """Returns references as a search ranks them: the right one, which comes first here, is mostly the best."""
-        place = self.rng.randrange(len(found)) if len(found) > 1 and self.rng.random() < 0.4 else 0
-        return [*found[1 : place + 1], found[0], *found[place + 1 :]]
+        value = documents.draw_value(rng, attribute)
+        fact = Document(documents.reference_fact(attribute, subject, value))
+        return Turn([text], value, f"{attribute} of {subject}", [fact], f"search {kind}")
 
     # conversations
 
