@@ -32,8 +32,9 @@ class Flops:
         self.layers = len(layers)
         self.projections = 2 * sum(_weights(layer, _QKV) for layer in layers) / len(layers)
         config = model.config.get_text_config()
-        heads = config.num_attention_heads
-        self.pair = 4 * heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+        heads, plain = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+        dims = [getattr(getattr(one, "self_attn", None), "head_dim", plain) for one in layers]
+        self.pair = 4 * heads * sum(dims) / len(dims)  # of layers whose heads differ the mean
         self.head = 2 * config.hidden_size * config.vocab_size
 
     def of(self, usage: GenerationUsage, policy: Policy | None = None) -> float:
@@ -48,7 +49,7 @@ class Flops:
         total = self.layers * (self.layer * rows + self.pair * pairs) + self.head
         n = usage.probed
         if n and isinstance(policy, DynamicPolicy) and policy.evidence is Evidence.ATTENTION:
-            total += self.projections * n + self.pair // 2 * n * (usage.reused + usage.recomputed)
+            total += self.projections * n + self.pair / 2 * n * (usage.reused + usage.recomputed)
         elif n:
             total += (self.layer + self.projections) * n + self.pair * n * (n + 1) // 2
         return float(total)

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mpic.engine.native.engine import NativeEngine
 from mpic.link import parse_policy
 from mpic_lab.eval.flops import Flops
+from mpic_lab.models.instances import build
 
 
 def test_a_full_prefill_is_what_torch_counts_for_a_stock_forward():
@@ -51,3 +52,8 @@ def test_what_a_dynamic_policy_looks_at_first_is_counted():
     assert found["a3-30"] == 6 * 2 * weights + flops.pair // 2 * 6 * 20, (
         "the question's queries, and their scores"
     )
+
+
+def test_a_model_whose_layers_have_heads_of_different_sizes_is_counted_by_their_mean():
+    flops = Flops(build("gemma4", "image-text-to-text"))
+    assert flops.layers == 4 and flops.pair > 0 and flops.layer > 0
