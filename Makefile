@@ -9,7 +9,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	  $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 SOAK  ?= 50
 ENGINE := native
-BENCH ?= $(if $(filter vllm,$(ENGINE)),ttft serving,ttft flat memory decode load parallel)
+BENCH ?= $(if $(filter vllm,$(ENGINE)),ttft serving,ttft flat memory decode parallel)
 FUZZ  ?= 300
 SOAK_SECONDS ?= 600
 ARGS  ?=
@@ -60,13 +60,13 @@ soak-load: setup-dev ## run 64 streaming clients on the demo model for SOAK_SECO
 demo: setup-lab $(ENGINE_SETUP) ## start the server on the bundled model, upload the samples, ask, compare the answers (ENGINE=vllm: on vLLM)
 	@cd "$(ROOT)" && "$(BIN)/mpic" demo $(ENGINE_FLAG) $(ARGS)
 
-bench: setup-lab $(ENGINE_SETUP) ## run the benches in BENCH ("ttft flat memory decode load parallel"; with ENGINE=vllm "ttft serving"); results go to var/bench
+bench: setup-lab $(ENGINE_SETUP) ## run the benches in BENCH ("ttft flat memory decode parallel"; with ENGINE=vllm "ttft serving"); results go to var/bench
 	@cd "$(ROOT)" && mkdir -p var/bench && for name in $(BENCH); do \
 	  "$(BIN)/mpic" bench $$name $(ENGINE_FLAG) --json var/bench/$$name$(ENGINE_SUFFIX).json $(ARGS) || exit 1; done
 
-bench-gpu: setup-lab ## run the sections of report-gpu that measure speed: kernels, copies, first token, decoding
+bench-gpu: setup-lab ## run the sections of report-gpu that measure speed: first token, decoding
 	@cd "$(ROOT)" && mkdir -p var/bench && "$(BIN)/python" tools/gpu_report.py --out var/bench/gpu-report.jsonl \
-	  --sections ceilings,attention,dma,headline,decode $(ARGS)
+	  --sections ceilings,headline,decode $(ARGS)
 
 report-gpu: ## check and measure a CUDA GPU section by section, without a set-up (docs/gpu.md); results go to var/bench
 	@cd "$(ROOT)" && mkdir -p var/bench && "$(PYTHON)" tools/gpu_report.py --out var/bench/gpu-report.jsonl $(ARGS)

@@ -36,8 +36,7 @@ from mpic.data.bundled import DEFAULT, samples_folder
 from mpic.errors import MPICError
 from mpic.keys import KeyStore
 from mpic_lab import demo_tables
-from mpic_lab.demo_answers import MUST_BE_RIGHT, PASSES, WARM, DemoAnswer, headline_of
-from mpic_lab.generator.samples import EIGHT_IMAGES
+from mpic_lab.demo_answers import EIGHT_IMAGES, MUST_BE_RIGHT, PASSES, WARM, DemoAnswer, headline_of
 
 START_SECONDS = 600
 POOL_BYTES = 1 << 30  # room for the samples of three policies' users and the longest prompts
@@ -176,13 +175,12 @@ def running_server(data_dir: Path, model: str | None = None, *flags: str) -> Ite
 
 
 @contextmanager
-def server_process(data_dir: Path, *flags: str, python: Sequence[str] = ()) -> Iterator[ServerProcess]:
+def server_process(data_dir: Path, *flags: str) -> Iterator[ServerProcess]:
     """Runs ``mpic serve`` as a process of its own on a free port, and ends it.
 
     Args:
         data_dir: an existing folder.
         flags: options of ``mpic serve``.
-        python: options of the interpreter.
 
     Yields:
         The server, as soon as it has told its address.
@@ -191,7 +189,7 @@ def server_process(data_dir: Path, *flags: str, python: Sequence[str] = ()) -> I
         StartFailed: it ended or printed nothing; the message holds the end of its log.
     """
     serve = ["-m", "mpic.cli", "serve", "--port", "0", "--json", "--data-dir", str(data_dir)]
-    command = [sys.executable, "-P", *python, *serve, *flags]  # -P: the working folder has no modules for it
+    command = [sys.executable, "-P", *serve, *flags]  # -P: the working folder has no modules for it
     log_path = data_dir / "server.log"
     with log_path.open("ab") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)

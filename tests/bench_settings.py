@@ -10,15 +10,11 @@ from mpic_lab.bench import (
     flat,
     flops,
     frames,
-    load,
     memory,
-    overhead,
     parallel,
     peaks,
-    profile,
     rates,
     retrieval,
-    sampling,
     serving,
     start,
     ttft,
@@ -33,8 +29,6 @@ LOADS = {
     "same": memory.Load(requests=4, chunks=2, chunk_tokens=64, answer=4),
     "grown": memory.Load(requests=2, chunks=2, chunk_tokens=24, answer=4),
 }
-CHUNKS = {"chunks": 2, "tokens": 8, "layers": 2, "kv_heads": 1, "head_dim": 16, "hidden": 8}
-INDEX = {"vectors": 300, "dimension": 16, "queries": 10, "changes": 2, "batch": 4, "references": 2}
 SERVED = {"pool": 3, "linked": 2, "chunk_tokens": 24, "answer": 2, "backlog": 0.05, "seconds": 0.05}
 FEW = {"policies": ("full", "cacheblend-15", "legolink-16"), "text": 8, "answer": 2}
 SETTINGS = {
@@ -42,7 +36,6 @@ SETTINGS = {
     "flat": flat.Settings(
         TINY, TINY, documents=2, totals=(64, 128), wide_totals=(128, 256), fixed=32, text=8, repeats=1
     ),
-    "overhead": overhead.Settings(TINY, counts=(1, 2), chunk_tokens=24, text=8, repeats=2),
     "rates": rates.Settings(
         TINY, ("10",), 2048, 2, document_tokens=48, **FEW, rates=(10.0,), seconds=1.0, repeats=2
     ),
@@ -51,10 +44,8 @@ SETTINGS = {
     "memory": memory.Settings(
         TINY, **LOADS, counts=(1, 2), rates=(1.0,), seconds=0.05, text=8, policy="mpic-4"
     ),
-    "sampling": sampling.Settings(vocabulary=2000, batch=3, repeats=1),
     "serving": serving.Settings(TINY, **SERVED, text=8, shares=(0.5,)),
     "peaks": peaks.Settings(TINY, {"short": 24, "long": 48}, 3, 2, 8, 2, backlog=0.05, repeats=2),
-    "load": load.Settings(**CHUNKS, repeats=1, catalogue=300, linked=4, images=4, image_tokens=8, lookups=3),
     "parallel": parallel.Settings(
         TINY, 2, 24, (0, 1, 2), TOWER, (1,), text=8, many=3, many_text=6, repeats=1
     ),
@@ -73,9 +64,6 @@ SETTINGS = {
         tokens=120,
         repeats=1,
     ),
-    "profile": profile.Settings(
-        TINY, chunks=2, chunk_tokens=24, text=8, fresh=32, batches=(1, 3), steps=12, peak=32, repeats=1
-    ),
-    "start": start.Settings(uncounted=0, repeats=1, packages=5),
-    "retrieval": retrieval.Settings(TINY, TOWER, **INDEX, context=24, policy="mpic-4", repeats=1),
+    "start": start.Settings(uncounted=0, repeats=1),
+    "retrieval": retrieval.Settings(TINY, TOWER, references=2, context=24, policy="mpic-4", repeats=1),
 }

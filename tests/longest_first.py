@@ -14,7 +14,6 @@ SECONDS = {
     "tests/webui": 300,
     "tests/client": 45,
     "tests/lab/test_bench.py": 50,
-    "tests/lab/train/test_resume.py": 65,
     "tests/lab/test_gpu_cases.py": 50,
     "tests/server/test_schemathesis.py": 50,
     "tests/engine/test_invariants.py": 45,
@@ -23,7 +22,6 @@ SECONDS = {
     "tests/server/test_shutdown.py": 35,
     "tests/server/test_load.py": 30,
     "tests/kernels/test_compare_tool.py": 25,
-    "tests/lab/train/test_clip.py": 25,
     "tests/server/test_stalls.py": 20,
 }
 """About how long a unit takes on one core. A long one that begins late is still running when the other processes have

@@ -34,7 +34,6 @@ LAYERS = [
 
 SHARED_NAMES = {
     "Settings": "the settings of a bench or of a trainer, one for each command",
-    "Targets": "the words that a vision stage is trained on, one for each generation of the demo model",
     **dict.fromkeys(("Request", "Status", "LinkedChunk"), "a request in each of the two engines"),
     **dict.fromkeys(
         ("RetrievalRound", "TokenLogprob", "TraceSpan"), "an engine's record, and the same on the wire"

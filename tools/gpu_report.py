@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Measures MPIC on a GPU with one command, on a bare machine, from a checkout that has not been installed.
 
-    python3 tools/gpu_report.py --out gpu.jsonl            # everything, about 15 minutes on an H100
+    python3 tools/gpu_report.py --out gpu.jsonl            # everything, about 10 minutes on an H100
     python3 tools/gpu_report.py --out gpu.jsonl            # again: machine and ceilings, and what has not ended well
-    python3 tools/gpu_report.py --sections kernels,decode --out gpu.jsonl
+    python3 tools/gpu_report.py --sections selftest,decode --out gpu.jsonl
     python3 tools/gpu_report.py --device cpu               # tiny sizes, Triton's interpreter
 
 Every row is a line of JSON in the file as soon as it is measured. A section that fails, hangs or crashes does not
@@ -41,7 +41,7 @@ class Checkout(importlib.abc.MetaPathFinder):
         )
 
 
-# also in processes that a section's libraries start, as vLLM does, which import this file under the second name
+# also in processes that a section's libraries start, which import this file under the second name
 if __name__ in ("__main__", "__mp_main__"):
     sys.meta_path.insert(0, Checkout())
 
@@ -70,9 +70,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return found
 
 
-def chosen(names: str, file: Path, device: str = "cuda") -> list:
-    """Returns the sections to run: the named ones, or all that have not succeeded in the file and that run on a device
-    without being named. Those about the machine run each time, since it may have changed.
+def chosen(names: str, file: Path) -> list:
+    """Returns the sections to run: the named ones, or all that have not succeeded in the file. Those about the machine
+    run each time, since it may have changed.
 
     Raises:
         SystemExit: a name is unknown.
@@ -88,11 +88,9 @@ def chosen(names: str, file: Path, device: str = "cuda") -> list:
         )
     if wanted:
         return [section for section in SECTIONS if section.name in wanted]
-    done = {name for name, end in record.ends(record.read(file)).items() if end["status"] == "ok"} - set(
-        EACH_TIME
-    )
-    unasked = [section for section in SECTIONS if device == "cuda" or not section.named]
-    return [section for section in unasked if section.name not in done]
+    ended = record.ends(record.read(file)).items()
+    done = {name for name, end in ended if end["status"] == "ok"} - set(EACH_TIME)
+    return [section for section in SECTIONS if section.name not in done]
 
 
 def start(options: argparse.Namespace) -> None:
@@ -168,7 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.out, options.device, options.quick, options.limit, fork, command, say
     )
     try:
-        supervisor.run(chosen(options.sections, options.out, options.device))
+        supervisor.run(chosen(options.sections, options.out))
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here")
         return 130

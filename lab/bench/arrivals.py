@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mpic.engine.base import Engine, GenerationRequest, GenerationUsage
@@ -20,6 +20,8 @@ class Served:
     first: float
     ended: float
     usage: GenerationUsage
+    id: str = ""
+    token_ids: tuple[int, ...] = ()
 
 
 def poisson(rng: random.Random, rate: float, seconds: float, least: int = 3) -> list[float]:
@@ -33,12 +35,17 @@ def poisson(rng: random.Random, rate: float, seconds: float, least: int = 3) -> 
 
 
 def send(
-    engine: Engine, requests: Sequence[GenerationRequest], times: Sequence[float], until: float | None = None
+    engine: Engine,
+    requests: Sequence[GenerationRequest],
+    times: Sequence[float],
+    until: float | None = None,
+    at_token: Callable[[], None] = lambda: None,
 ) -> list[Served]:
     """Submits each request at its time (seconds from now) and reads all answers to their ends.
 
     Args:
         until: seconds from now at which what still runs or waits is ended; it is not in the result.
+        at_token: is called, by several threads, whenever a token arrives.
 
     Raises:
         MPICError: the first error that any request met.
@@ -49,13 +56,16 @@ def send(
 
     def read(stream, arrived: float) -> None:
         try:
-            first, usage = 0.0, None
+            first, usage, ids = 0.0, None, list[int]()
             for delta in stream:
                 first = first or time.perf_counter() - began - arrived
+                ids += delta.token_ids
+                at_token()
                 usage = delta.usage or usage
                 if delta.finish_reason == "abort":
                     return
-            served.append(Served(arrived, first, time.perf_counter() - began - arrived, usage))
+            ended = time.perf_counter() - began - arrived
+            served.append(Served(arrived, first, ended, usage, stream.id, tuple(ids)))
         except BaseException as error:
             failed.append(error)
 
@@ -75,9 +85,3 @@ def send(
     if failed:
         raise failed[0]
     return served
-
-
-def quantile(values: Sequence[float], q: float) -> float:
-    """Returns the smallest value that at least a share ``q`` of all values do not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, -(-int(q * 1000) * len(ordered) // 1000) - 1))]

@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, Dyna
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from mpic.kv.chunk import KVShape
+from mpic_lab.bench.workload import DecoderShape
 
 UNMASKED = "sdpa_unmasked"
 """SDPA over everything without a mask: not a causal model's result, but no plain forward can be faster."""
@@ -60,10 +60,11 @@ class _Slots(DynamicLayer):
         return self.used + query_length, 0
 
 
-def _fill(cache: Cache, shape: KVShape, batch: int, length: int, model: nn.Module) -> Cache:
+def _fill(cache: Cache, shape: DecoderShape, batch: int, length: int, model: nn.Module) -> Cache:
     """Returns random KV, because the values in a cache do not change the cost of reading it."""
     generator = torch.Generator().manual_seed(7)
-    one = torch.randn(2, 1, shape.kv_heads, length, shape.head_dim, generator=generator)
+    heads = shape.kv_heads or shape.heads
+    one = torch.randn(2, 1, heads, length, shape.hidden // shape.heads, generator=generator)
     one = one.to(model.device, model.dtype)
     for layer in range(shape.layers):
         cache.update(one[0].expand(batch, -1, -1, -1), one[1].expand(batch, -1, -1, -1), layer)
@@ -72,7 +73,7 @@ def _fill(cache: Cache, shape: KVShape, batch: int, length: int, model: nn.Modul
 
 def floors(
     stock: nn.Module,
-    shape: KVShape,
+    shape: DecoderShape,
     ids: Callable[[int], tuple[int, ...]],
     new: int,
     resident: int,
@@ -143,7 +144,7 @@ class StockGenerator:
     """
 
     def __init__(
-        self, stock: nn.Module, shape: KVShape, kind: str, batch: int, length: int, tokens: int
+        self, stock: nn.Module, shape: DecoderShape, kind: str, batch: int, length: int, tokens: int
     ) -> None:
         self._stock, self._shape = stock, shape
         self._batch, self._length, self._tokens = batch, length, tokens

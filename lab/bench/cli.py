@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import signal
 import sys
 from pathlib import Path
@@ -13,32 +15,15 @@ from rich.console import Console
 from rich.table import Table
 
 from mpic.model.load import DTYPES, choose_device
-from mpic_lab.bench import (  # noqa: F401 - each registers itself
-    decode,
-    dtypes,
-    flat,
-    flops,
-    frames,
-    frames_vllm,
-    load,
-    memory,
-    overhead,
-    parallel,
-    peaks,
-    profile,
-    rates,
-    retrieval,
-    sampling,
-    serving,
-    serving_http,
-    start,
-    ttft,
-    ttft_vllm,
-)
+from mpic_lab import bench
 from mpic_lab.bench.harness import BENCHES, Bench, BenchDevice, Report, Ticker
 from mpic_lab.bench.merge import earlier, merged
-from mpic_lab.bench.peers import peers  # noqa: F401
 from mpic_lab.bench.results import as_json, machine, print_report, save_plot, write
+
+# Each bench is a module and registers itself; in this order, so that ``NAME`` comes before ``NAME_vllm``.
+for _module in sorted(one.name for one in pkgutil.walk_packages(bench.__path__, f"{bench.__name__}.")):
+    if _module != __name__:
+        importlib.import_module(_module)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -56,8 +41,12 @@ app = typer.Typer(
 
 FORMER = {
     "gpu": "make bench-gpu",
+    "load": "mpic bench parallel",
+    "overhead": "mpic bench flops",
     "pages": "mpic bench memory",
     "serve": "mpic bench serving",
+    "profile": "mpic bench serving --engine native-http",
+    "sampling": "mpic bench decode",
     "restart": "make test ARGS=tests/library/test_many_files.py",
 }
 """Names that benches had before, and what took their places."""

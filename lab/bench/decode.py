@@ -9,10 +9,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from mpic.engine.base import GenerationUsage
-from mpic.engine.native.engine import NativeEngine
+from mpic.engine.base import Engine, GenerationUsage
+from mpic.errors import ModelRefused
 from mpic.kv.chunk import Chunk
 from mpic_lab.bench.baseline import StockGenerator
+from mpic_lab.bench.checkpoint import make_model
 from mpic_lab.bench.harness import (
     BenchDevice,
     BenchFailed,
@@ -25,13 +26,12 @@ from mpic_lab.bench.harness import (
 )
 from mpic_lab.bench.workload import (
     BENCH_DECODER,
+    BenchModel,
     DecoderShape,
     Ids,
     compile_all,
     engine_for,
-    make_pair,
     request_of,
-    with_half_kv,
 )
 
 CACHES = ("dynamic", "static")
@@ -74,7 +74,7 @@ class Settings:
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Measures each batch size in several columns: different linked chunks for each request, with keys and values in
     the model's dtype and in 16 bits, the same chunks for all, and transformers' caches."""
-    pair = make_pair(settings.decoder, placement, seed=settings.seed)
+    model = make_model(settings.decoder, placement, seed=settings.seed)
     ids = Ids(settings.decoder.vocabulary, settings.seed)
     length = settings.linked + settings.text
     rows: list[dict[str, Any]] = []
@@ -82,11 +82,11 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     plots: dict[int, dict[str, Series]] = {}
     most = max(settings.batches)
     spare = settings.text + settings.chunks * 64 + settings.tokens + 512
-    half, tokens = with_half_kv(pair), most * (settings.linked + 3 * spare)
-    ticker.expect(len(settings.batches) * ((settings.repeats + 1) * (4 if half else 3) + len(CACHES)))
+    tokens = most * (settings.linked + 3 * spare)
     with ExitStack() as opened:
-        engine = opened.enter_context(engine_for(pair.loaded, tokens))
-        halved = opened.enter_context(engine_for(half, tokens)) if half else None
+        engine = opened.enter_context(engine_for(model, tokens))
+        halved = _with_half_kv(opened, model, tokens)
+        ticker.expect(len(settings.batches) * ((settings.repeats + 1) * (4 if halved else 3) + len(CACHES)))
         sets = []
         for i in range(most):
             ticker.say(f"compiling the chunks of request {i + 1}")
@@ -101,7 +101,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
             if halved is not None:
                 columns["half"] = decoded(halved, settings, ids, sets[:batch])
             baselines = {
-                k: StockGenerator(pair.stock, pair.loaded.shape, k, batch, length, settings.tokens)
+                k: StockGenerator(model.stock, settings.decoder, k, batch, length, settings.tokens)
                 for k in CACHES
             }
             for kind, baseline in baselines.items():
@@ -123,7 +123,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
             del columns, baselines, baseline
             gc.collect()
     notes = {
-        "model": pair.description,
+        "model": model.description,
         "kv_tokens": length,
         "distinct": "every request links chunks no other request has; the headline is about these",
         "shared": "all requests link the same chunks and read them together",
@@ -134,9 +134,15 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     return Report(rows, headline, notes, lambda figure: _plot(figure, plots))
 
 
-def decoded(
-    engine: NativeEngine, settings: Settings, ids: Ids, sets: list[list[Chunk]]
-) -> Callable[[], float]:
+def _with_half_kv(opened: ExitStack, model: BenchModel, tokens: int) -> Engine | None:
+    """Starts an engine that keeps keys and values in 16 bits; None where there is no such thing."""
+    try:
+        return opened.enter_context(engine_for(model, tokens, kv_dtype="float16"))
+    except ModelRefused:
+        return None
+
+
+def decoded(engine: Engine, settings: Settings, ids: Ids, sets: list[list[Chunk]]) -> Callable[[], float]:
     """Returns the tokens per second of a batch. The last request is timed, and the others begin before it and continue
     past its end, so that every timed step decodes the whole batch; BenchFailed is raised if they did not."""
 

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import os
-import queue
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-import torch
 
-from mpic.engine.native.loader import ChunkLoad, LoadQueue
-from mpic.kv.chunk import KVKey
-from mpic.kv.store import ChunkStore
 from mpic.library import Library
 from mpic_lab.bench.harness import BenchFailed
 
@@ -55,29 +49,3 @@ def drop_from_cache(paths: Sequence[Path]) -> None:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
-
-
-class LoaderAlone:
-    """The engine's loader without an engine, with the same queue, threads, look-up, files and checksums."""
-
-    def __init__(self, store: ChunkStore, threads: int) -> None:
-        self._store = store
-        self._loads = LoadQueue(threads)
-
-    def __call__(self, keys: Sequence[KVKey], destinations: Sequence[torch.Tensor]) -> tuple[float, float]:
-        """Looks up chunks and reads them; returns milliseconds, and milliseconds of all threads' processor time."""
-        ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        began, worked = time.perf_counter(), time.process_time()
-        found = self._store.find(keys)
-        for key, destination in zip(keys, destinations, strict=True):
-            layers = found[key].read_layers(destination)
-            self._loads.add(ChunkLoad(0.0, layers, lambda layer: None, ended.put))
-        errors = [ended.get() for _ in keys]
-        elapsed = (time.perf_counter() - began) * 1e3, (time.process_time() - worked) * 1e3
-        for error in errors:
-            if error is not None:
-                raise BenchFailed(f"a chunk could not be read: {error}") from error
-        return elapsed
-
-    def close(self) -> None:
-        self._loads.close()

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from mpic.engine.native.engine import NativeEngine
+from mpic.engine.base import Engine
+from mpic_lab.bench.checkpoint import make_model
 from mpic_lab.bench.harness import BenchDevice, Report, Row, Series, Ticker, bench, rotated
 from mpic_lab.bench.peers.cases import (
     AGAIN,
@@ -28,7 +29,7 @@ from mpic_lab.bench.peers.cases import (
 from mpic_lab.bench.peers.native import Native
 from mpic_lab.bench.peers.peers import QUICK
 from mpic_lab.bench.peers.prompts import SIZES, Questions, Settings
-from mpic_lab.bench.workload import compile_all, engine_for, make_pair
+from mpic_lab.bench.workload import compile_all, engine_for
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 POLICIES = {"mpic-32": ("shuffled", "answers", "images"), "prefix": ("fresh", "again", "short", "new-images")}
@@ -73,12 +74,10 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
         for name, dtype in DTYPES.items():
             ticker.say(f"making the model in {name}")
             on = BenchDevice(placement.device, dtype)
-            pair = make_pair(settings.decoder, on, settings.tower, seed=settings.seed)
-            engine = opened.enter_context(
-                engine_for(pair.loaded, settings.kept_tokens + _documents(settings))
-            )
+            model = make_model(settings.decoder, on, settings.tower, seed=settings.seed)
+            engine = opened.enter_context(engine_for(model, settings.kept_tokens + _documents(settings)))
             columns[name] = _Column(engine, settings)
-            notes |= {"model": pair.description, name: columns[name].detail}
+            notes |= {"model": model.description, name: columns[name].detail}
         ticker.expect((settings.repeats + 1) * len(columns))
         for turn in range(settings.repeats + 1):
             for name in rotated(list(columns), turn):
@@ -100,7 +99,7 @@ def _documents(settings: Settings) -> int:
 class _Column:
     """The engine of one dtype, with its own copy of the questions."""
 
-    def __init__(self, engine: NativeEngine, settings: Settings) -> None:
+    def __init__(self, engine: Engine, settings: Settings) -> None:
         self._peers = [
             (Native(engine, policy), replace(settings, only=cases)) for policy, cases in POLICIES.items()
         ]

@@ -7,10 +7,11 @@ machine does not matter. KV Packet's adapter is not trained, which changes answe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mpic.link import parse_policy
+from mpic_lab.bench.checkpoint import make_model
 from mpic_lab.bench.harness import BenchDevice, Report, Row, Ticker, bench
 from mpic_lab.bench.workload import (
     BENCH_DECODER,
@@ -19,11 +20,9 @@ from mpic_lab.bench.workload import (
     compile_all,
     engine_for,
     first_token,
-    make_pair,
     request_of,
 )
 from mpic_lab.eval.flops import Flops
-from mpic_lab.train.packet import initial
 
 
 @dataclass(frozen=True)
@@ -61,9 +60,9 @@ class Settings:
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Makes one table with a row for each policy and number of chunks."""
-    pair = make_pair(settings.decoder, placement, seed=settings.seed)
+    model = make_model(settings.decoder, placement, seed=settings.seed, packet=settings.soft)
     ids = Ids(settings.decoder.vocabulary, settings.seed)
-    flops = Flops(pair.loaded)
+    flops = Flops(model.stock)
     chunks = ids.chunks(max(settings.counts), settings.chunk_tokens)
     wrappings = sorted({p.wrapping for p in map(parse_policy, settings.policies) if p.uses_chunks})
     chunk_tokens = settings.chunk_tokens + 2 * settings.soft
@@ -71,8 +70,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     counted: dict[tuple[int, str], float] = {}
     rows: list[Row] = []
     ticker.expect(len(settings.counts) * len(settings.policies))
-    adapter = initial(pair.loaded, settings.soft, settings.seed)
-    with engine_for(pair.loaded, room, adapter=adapter) as engine:
+    with engine_for(model, room) as engine:
         for wrapping in wrappings:
             compile_all(engine, chunks, wrapping)
         for count in settings.counts:
@@ -80,7 +78,8 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
                 with ticker.step(f"{policy} over {count}"):
                     prompt = ids.framed(chunks[:count], settings.text)
                     _, usage = first_token(engine, request_of(prompt, policy, 2))
-                counted[count, policy] = flops.of(usage, parse_policy(policy))
+                total = counted[count, policy] = flops.of(usage, parse_policy(policy))
+                looked = total - flops.of(replace(usage, probed=0))
                 rows.append(
                     {
                         "chunks": count,
@@ -88,15 +87,17 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
                         "policy": policy,
                         "computed": usage.computed,
                         "probed": usage.probed,
+                        "deciding": round(looked / total, 3),
                         "gflop": round(counted[count, policy] / 1e9, 2),
                         "full_over": round(counted[count, "full"] / counted[count, policy], 2),
                     }
                 )
     most = max(settings.counts)
     notes = {
-        "model": pair.description,
+        "model": model.description,
         "gflop": "2 a weight and computed token, 4 x head_dim a query, key and head; compiling chunks is not in it",
         "probed": "tokens that pass the first layer and the projections of the second, before cacheblend decides",
+        "deciding": "their share of the operations (EPIC, figure 10, has it in time)",
     }
     headline = {
         "full_over_mpic32": counted[most, "full"] / counted[most, "mpic-32"],

@@ -14,9 +14,9 @@ from itertools import pairwise
 from typing import Any
 
 from mpic.engine.base import Engine
-from mpic.engine.native.engine import NativeEngine
 from mpic.kv.chunk import Chunk
 from mpic.prompt.segments import Prompt
+from mpic_lab.bench.checkpoint import make_model
 from mpic_lab.bench.harness import BenchDevice, BenchFailed, Report, Row, Ticker, bench, rotated
 from mpic_lab.bench.workload import (
     DecoderShape,
@@ -25,7 +25,6 @@ from mpic_lab.bench.workload import (
     engine_for,
     first_token,
     image_chunk,
-    make_pair,
     prompt_of,
     random_image,
     request_of,
@@ -111,15 +110,15 @@ class AgentPrompts:
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Measures every step with both policies."""
-    pair = make_pair(settings.decoder, placement, settings.tower, seed=settings.seed)
-    with engine_for(pair.loaded, 4 * settings.length) as engine:
+    model = make_model(settings.decoder, placement, settings.tower, seed=settings.seed)
+    with engine_for(model, 4 * settings.length) as engine:
         ways = {LINK: linked(engine), PREFIX: _prefix(engine, settings)}
         samples = measure(settings, ways, ticker)
         frames = {
             "frames_compiled": engine.stats()["counters"]["tokens_compiled"] // settings.tower.tokens,
-            "frames_resident_at_the_end": len(engine.device.chunks),
+            "frames_resident_at_the_end": engine.stats()["chunks_resident"],
         }
-    notes = {"model": pair.description, **words(settings), **frames}
+    notes = {"model": model.description, **words(settings), **frames}
     return report(settings, samples, PREFIX, notes)
 
 
@@ -150,7 +149,7 @@ def linked(engine: Engine) -> Measure:
     return once
 
 
-def _prefix(engine: NativeEngine, settings: Settings) -> Measure:
+def _prefix(engine: Engine, settings: Settings) -> Measure:
     steps = 0
 
     def once(prompt: Prompt) -> float:

@@ -4,23 +4,23 @@ section 5)."""
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpic.engine.base import Delta, GenerationRequest
-from mpic.engine.native.engine import NativeEngine
+from mpic.engine.base import Delta, Engine, GenerationRequest
 from mpic.kv.chunk import Chunk
-from mpic_lab.bench.arrivals import poisson, send
+from mpic_lab.bench.arrivals import Served, poisson, send
+from mpic_lab.bench.checkpoint import make_model
 from mpic_lab.bench.harness import BenchDevice, BenchFailed, Report, Row, Ticker, bench
 from mpic_lab.bench.workload import (
     PAGE,
+    BenchModel,
     DecoderShape,
     Ids,
-    ModelPair,
     compile_all,
     engine_for,
     first_token,
-    make_pair,
     prompt_of,
     request_of,
 )
@@ -66,31 +66,33 @@ class Settings:
 
 
 class _Meter:
-    """The most pages in use in any step (with ``always`` at every allocation, too), and the most that the running
-    requests would need with a copy each."""
+    """The most pages in use, as the engine tells it behind every token, and the most that running requests would need
+    with a copy each."""
 
-    def __init__(self, engine: NativeEngine, always: bool = False) -> None:
-        self._engine, self._run, self._alloc = engine, engine.runner.run, engine.pool.alloc
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self.pages = self.copies = self.running = 0
-        engine.runner.run = self._metered
-        if always:
-            engine.pool.alloc = self._allocated
 
-    def _allocated(self, tokens: int) -> Any:
-        extent, pool = self._alloc(tokens), self._engine.pool
-        self.pages = max(self.pages, pool.pages - pool.free_pages)
-        return extent
+    def look(self) -> None:
+        pages = self._engine.stats()["pages"]
+        self.pages = max(self.pages, pages["total"] - pages["free"])
 
-    def _metered(self, *step: Any) -> Any:
-        pool, running = self._engine.pool, self._engine.scheduler.running
-        copies = sum(-(-(s.prompt.plan.length + s.max_tokens) // PAGE) for s in running)
-        self.pages = max(self.pages, pool.pages - pool.free_pages)
-        self.copies = max(self.copies, copies)
-        self.running = max(self.running, len(running))
-        return self._run(*step)
+    def count(self, served: Sequence[Served]) -> None:
+        """Counts the copies of finished requests, each from the end of its time in the queue to its end."""
+        self.look()
+        page = self._engine.stats()["pages"]["page_size"]
+        changes = []
+        for one in served:
+            own = -(-(one.usage.prompt_tokens + one.usage.completion_tokens) // page)
+            changes.append((one.arrived + one.usage.queue_ms / 1e3, 1, own))
+            changes.append((one.arrived + one.ended, -1, -own))
+        running = copies = 0
+        for _, request, own in sorted(changes):
+            running, copies = running + request, copies + own
+            self.running, self.copies = max(self.running, running), max(self.copies, copies)
 
     def row(self, table: str, load: dict[str, Any]) -> Row:
-        mib = self._engine.pool.page_bytes / 2**20
+        mib = self._engine.stats()["pages"]["page_bytes"] / 2**20
         return {
             "table": table,
             **load,
@@ -119,32 +121,33 @@ class _Meter:
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Measures three tables; every row has a fresh engine, so that nothing cached earlier counts."""
-    pair = make_pair(settings.decoder, placement, gain=4.0, seed=settings.seed)
+    model = make_model(settings.decoder, placement, gain=4.0, seed=settings.seed)
     prompts = _ShuffledPrompts(settings)
     ticker.expect(settings.same.requests + 1 + len(settings.counts) + len(settings.rates))
-    rows = [_same_answers(settings, pair, prompts, ticker)]
+    rows = [_same_answers(settings, model, prompts, ticker)]
     grown, longest = settings.grown, max(*settings.counts, settings.grown.chunks)
     chunks = prompts.chunks(longest, grown.chunk_tokens)
     room = 40 * (longest * grown.chunk_tokens + settings.text + grown.answer)
     for count in settings.counts:
-        with ticker.step(f"{count} chunks"), engine_for(pair.loaded, room) as engine:
+        with ticker.step(f"{count} chunks"), engine_for(model, room) as engine:
             compile_all(engine, chunks[:count])
             meter = _Meter(engine)
             requests = [prompts.request(chunks[:count], n, grown.answer) for n in range(grown.requests)]
-            send(engine, requests, [0.0] * len(requests))
+            meter.count(send(engine, requests, [0.0] * len(requests), at_token=meter.look))
             rows.append(meter.row(COUNTS, {"chunks": count}))
     linked = chunks[: grown.chunks]
     for multiple in settings.rates:
-        with ticker.step(f"{multiple:g} x one at a time"), engine_for(pair.loaded, room) as engine:
+        with ticker.step(f"{multiple:g} x one at a time"), engine_for(model, room) as engine:
             compile_all(engine, linked)
             first_token(engine, prompts.request(linked, 0, grown.answer))
             alone = engine.submit(prompts.request(linked, 1, grown.answer)).result().usage.total_ms / 1e3
             meter = _Meter(engine)
             times = poisson(random.Random(settings.seed), multiple / alone, settings.seconds)
-            send(engine, [prompts.request(linked, n, grown.answer) for n in range(len(times))], times)
+            requests = [prompts.request(linked, n, grown.answer) for n in range(len(times))]
+            meter.count(send(engine, requests, times, at_token=meter.look))
             rows.append(meter.row(RATES, {"per_s": round(multiple / alone, 2)}))
     notes = {
-        "model": pair.description,
+        "model": model.description,
         "page_tokens": PAGE,
         "copies": "whole prompt and answer of every running request in pages of its own, as EPIC and CacheBlend do",
         "shared": "most pages of the pool in use at once: the chunks, every request's own tokens and its reserve, and "
@@ -177,25 +180,25 @@ class _ShuffledPrompts:
         return request_of(prompt, self._settings.policy, answer)
 
 
-def _same_answers(settings: Settings, pair: ModelPair, prompts: _ShuffledPrompts, ticker: Ticker) -> Row:
+def _same_answers(settings: Settings, model: BenchModel, prompts: _ShuffledPrompts, ticker: Ticker) -> Row:
     """Runs every request alone, then all at once. Raises BenchFailed if one is answered differently beside others."""
     same = settings.same
     chunks = prompts.chunks(same.chunks, same.chunk_tokens)
     requests = [prompts.request(chunks, n, same.answer) for n in range(same.requests)]
     room = 2 * same.requests * (same.chunks * same.chunk_tokens + settings.text + same.answer)
     alone: list[Delta] = []
-    with engine_for(pair.loaded, room) as engine:
+    with engine_for(model, room) as engine:
         for number, request in enumerate(requests, 1):
             with ticker.step(f"request {number} alone"):
                 alone.append(engine.submit(request).result())
-    with engine_for(pair.loaded, room) as engine, ticker.step("all at once"):
-        meter = _Meter(engine, always=True)
+    with engine_for(model, room) as engine, ticker.step("all at once"):
+        meter = _Meter(engine)
         compile_all(engine, chunks)
-        together = [stream.result() for stream in [engine.submit(request) for request in requests]]
+        served = send(engine, requests, [0.0] * len(requests), at_token=meter.look)
+        meter.count(served)
         engine.check()
-    different = [
-        n for n, (a, b) in enumerate(zip(alone, together, strict=True)) if a.token_ids != b.token_ids
-    ]
+    together = {one.id: one.token_ids for one in served}
+    different = [n for n, request in enumerate(requests) if together[request.id] != alone[n].token_ids]
     if different:
         raise BenchFailed(
             f"requests {different} of {len(requests)} answered differently beside others than alone; "

@@ -3,35 +3,36 @@ token against doing one after the other, and against the limit."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpic.engine.native.engine import NativeEngine
-from mpic.engine.native.loader import loaders_for
-from mpic.kv.chunk import Chunk, ChunkKV, KVKey
-from mpic.kv.pool import Pool
-from mpic.kv.store import StoredChunk
+from mpic.kv.chunk import Chunk, ChunkKV
+from mpic.kv.store import ChunkStore
 from mpic.library import Library
-from mpic.model.loaded import LoadedModel
-from mpic_lab.bench.disk import LoaderAlone, drop_from_cache, file_system, fresh_library
+from mpic_lab.bench.checkpoint import make_model
+from mpic_lab.bench.disk import drop_from_cache, file_system, fresh_library
 from mpic_lab.bench.harness import BenchDevice, BenchFailed, Report, Row, Series, Ticker, bench, interleave
 from mpic_lab.bench.workload import (
     BENCH_TOWER,
     PAGE,
+    BenchModel,
     DecoderShape,
     Ids,
     TowerShape,
     bring,
     compile_all,
+    engine_for,
     first_token,
     image_chunk,
-    make_pair,
     random_image,
     request_of,
+    text_chunk,
 )
 
 DOCUMENTS, IMAGES = "documents", "images"
@@ -82,20 +83,20 @@ class Settings:
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Measures every number of missing chunks, four ways in the same rounds, a prompt over many chunks, and images."""
-    pair = make_pair(settings.decoder, placement, seed=settings.seed)
-    seeing = make_pair(settings.decoder, placement, settings.tower, seed=settings.seed)
+    model = make_model(settings.decoder, placement, seed=settings.seed)
+    seeing = make_model(settings.decoder, placement, settings.tower, seed=settings.seed)
     large = replace(
         settings, chunks=settings.many, text=settings.many_text, policy=settings.many_policy, missing=(0,)
     )
     pictures = replace(settings, tokens=settings.tower.tokens, missing=settings.missing_images)
     ticker.expect(4 * (len(settings.missing) + len(pictures.missing) + 1) * (settings.repeats + 1))
     shared = _cores() if placement.device.type == "cpu" else 0
-    documents, fs, chunk_bytes = _measure(DOCUMENTS, settings, pair.loaded, shared, ticker)
-    many, *_ = _measure(DOCUMENTS, large, pair.loaded, shared, ticker)
-    images, *_ = _measure(IMAGES, pictures, seeing.loaded, shared, ticker)
+    documents, fs, chunk_bytes = _measure(DOCUMENTS, settings, model, shared, ticker)
+    many, *_ = _measure(DOCUMENTS, large, model, shared, ticker)
+    images, *_ = _measure(IMAGES, pictures, seeing, shared, ticker)
     rows = documents + many + images
     notes = {
-        "model": pair.description,
+        "model": model.description,
         "model of images": f"{seeing.description}, {settings.tower.tokens} tokens an image",
         "chunk": f"{settings.tokens} tokens, {chunk_bytes / 2**20:.0f} MiB",
         "file_system": fs,
@@ -129,7 +130,7 @@ def _words(settings: Settings, shared: int) -> dict[str, str]:
 
 
 def _measure(
-    kind: str, settings: Settings, model: LoadedModel, shared: int, ticker: Ticker
+    kind: str, settings: Settings, model: BenchModel, shared: int, ticker: Ticker
 ) -> tuple[list[Row], str, int]:
     """Returns rows, the file system and the bytes of a chunk."""
     with fresh_library() as library, _Subject(kind, settings, model, library) as subject:
@@ -145,94 +146,84 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class _Shelf:
-    """The library's store with some chunks missing; nothing is written to it any more."""
+class _ReadOnlyStore:
+    """A store that keeps what it has: compiled chunks are not written to it."""
 
-    def __init__(self, library: Library) -> None:
-        self._store = library.store
-        self.missing: set[KVKey] = set()
+    def __init__(self, store: ChunkStore) -> None:
+        self._store = store
 
-    def find(self, keys: Sequence[KVKey]) -> dict[KVKey, StoredChunk]:
-        return self._store.find([key for key in keys if key not in self.missing])
-
-    def touch(self, keys: Iterable[KVKey]) -> None:
-        self._store.touch(keys)
-
-    def open(self, key: KVKey) -> StoredChunk | None:
-        return self._store.open(key) if key not in self.missing else None
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
 
     def save(self, chunk: ChunkKV) -> None:
         pass
 
-    def missing_reason(self, key: KVKey) -> str:
-        return "new"
-
 
 class _Subject:
-    """An engine whose first chunks are missing and whose other chunks are on disk; before every measurement nothing is
-    resident and no file is in the page cache."""
+    """An engine with stored chunks. Before every measurement nothing is resident and no file is in the page cache; a
+    chunk that is to be missing is a new one."""
 
-    def __init__(self, kind: str, settings: Settings, model: LoadedModel, library: Library) -> None:
-        self._settings, self._library = settings, library
-        ids = Ids(settings.decoder.vocabulary, settings.seed)
-        if kind == IMAGES:
-            seeds = range(settings.seed, settings.seed + settings.chunks)
-            self.chunks = [image_chunk(random_image(seed, settings.tower.size)) for seed in seeds]
-        else:
-            self.chunks = ids.chunks(settings.chunks, settings.tokens)
-        between = max(1, settings.text // 2 // settings.chunks)
-        self.prompt = ids.spaced(self.chunks, settings.text // 2, 0, between)
-        pages = 2 * settings.chunks * (-(-settings.tokens // PAGE) + 1) + 64
-        with closing(NativeEngine(model, library.store, pages=pages, page_size=PAGE)) as first:
-            compile_all(first, self.chunks)
-            self._keys = [first.linker.key(chunk) for chunk in self.chunks]
-        self._shelf = _Shelf(library)
-        self._engine = NativeEngine(model, self._shelf, pages=pages, page_size=PAGE)
-        self._engine.pool.arena.zero_()  # a server's pages have been touched before
-        self._reader = LoaderAlone(self._shelf, loaders_for())
-        scratch = Pool(model.shape, settings.chunks * -(-settings.tokens // PAGE), PAGE, model.dtype)
-        scratch.arena.zero_()
-        self._views = [scratch.view(scratch.alloc(settings.tokens)) for _ in self.chunks]
-        self.chunk_bytes = self._views[0].nbytes
-        self.cpu: dict[int, list[float]] = {}  # times of the loads, by number of missing chunks and round
+    def __init__(self, kind: str, settings: Settings, model: BenchModel, library: Library) -> None:
+        self._kind, self._settings, self._library = kind, settings, library
+        self._ids = Ids(settings.decoder.vocabulary, settings.seed)
+        self._made = itertools.count(settings.seed)
+        self.chunks = [self._new() for _ in range(settings.chunks)]
+        self._tokens = 2 * settings.chunks * (settings.tokens + 2 * PAGE) + 1024
+        self._opened = ExitStack()
+        with engine_for(model, self._tokens, library.store) as first:
+            compile_all(first, self.chunks)  # closing it writes them
+        self._engine = self._opened.enter_context(
+            engine_for(model, self._tokens, _ReadOnlyStore(library.store))
+        )
+        self.chunk_bytes = settings.tokens * settings.decoder.token_bytes(model.placement.dtype)
+        self.cpu: dict[
+            int, list[float]
+        ] = {}  # milliseconds of the loads, by number of missing chunks and round
+
+    def _new(self) -> Chunk:
+        if self._kind == IMAGES:
+            return image_chunk(random_image(next(self._made), self._settings.tower.size))
+        return text_chunk(self._ids.fresh(self._settings.tokens))
 
     def ways(self, m: int) -> dict[str, Callable[[], float]]:
         hits = self.chunks[m:]
 
         def loads() -> float:
-            self._reset(m)
-            keys = self._keys[m:]
-            elapsed, cpu = self._reader(keys, self._views[m:]) if keys else (0.0, 0.0)
-            self.cpu.setdefault(m, []).append(cpu)
+            self._reset()
+            worked = time.process_time()
+            elapsed = self._bring(hits)
+            self.cpu.setdefault(m, []).append((time.process_time() - worked) * 1e3)
             return elapsed
 
         def compute() -> float:
-            self._reset(m)
+            self._reset()
             self._bring(hits)
             return self._ask(m, "device")
 
         def parallel() -> float:
-            self._reset(m)
+            self._reset()
             return self._ask(m, "disk")
 
         def serial() -> float:
-            self._reset(m)
+            self._reset()
             return self._bring(hits) + self._ask(m, "device")
 
         return {"loads": loads, "compute": compute, "parallel": parallel, "one after the other": serial}
 
-    def _reset(self, m: int) -> None:
-        for chunk in self.chunks:
-            self._engine.forget(chunk)
-        self._shelf.missing = set(self._keys[:m])
-        drop_from_cache([self._library.store.path(key) for key in self._keys])
+    def _reset(self) -> None:
+        self._engine.forget(*self.chunks)
+        drop_from_cache(list(self._library.root.rglob("*.safetensors")))
 
     def _bring(self, chunks: list[Chunk]) -> float:
         """Returns the milliseconds until chunks are loaded from the disk and resident."""
         return 1e3 * bring(self._engine, chunks)
 
     def _ask(self, m: int, tier: str) -> float:
-        elapsed, usage = first_token(self._engine, request_of(self.prompt, self._settings.policy, 2))
+        s = self._settings
+        new = [self._new() for _ in range(m)]
+        prompt = self._ids.spaced([*new, *self.chunks[m:]], s.text // 2, 0, max(1, s.text // 2 // s.chunks))
+        elapsed, usage = first_token(self._engine, request_of(prompt, s.policy, 2))
+        self._engine.forget(*new)
         tiers = [use.tier for use in usage.chunks]
         if tiers != ["compiled"] * m + [tier] * (len(tiers) - m) or usage.prefix_hit:
             raise BenchFailed(
@@ -244,8 +235,7 @@ class _Subject:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._reader.close()
-        self._engine.close()
+        self._opened.close()
 
 
 def _rows(settings: Settings, samples: dict[str, Series], subject: _Subject, shared: int) -> list[Row]:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from mpic_lab.bench import serving
+from mpic_lab.bench.checkpoint import make_model
 from mpic_lab.bench.harness import BenchDevice, Report, Row, Ticker, bench
-from mpic_lab.bench.workload import DecoderShape, compile_all, engine_for, make_pair
+from mpic_lab.bench.workload import DecoderShape, compile_all, engine_for
 from mpic_lab.eval.flops import Flops
 
 LENGTHS = {"short": 576, "medium": 1024, "long": 2048}
@@ -72,22 +73,22 @@ class Settings:
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Makes a row for each length and policy."""
-    pair = make_pair(settings.decoder, placement, seed=settings.seed)
+    model = make_model(settings.decoder, placement, seed=settings.seed)
     ticker.expect(settings.repeats * len(settings.lengths) * len(settings.policies))
     rows: list[Row] = []
     headline: dict[str, float] = {}
     for name, tokens in settings.lengths.items():
         load = settings.load(tokens)
         room = load.pool * tokens + 8 * (load.linked * tokens + load.text + load.answer)
-        with engine_for(pair.loaded, room) as engine:
-            sender = serving.PoolSender(load, engine, Flops(engine))
+        with engine_for(model, room) as engine:
+            sender = serving.PoolSender(load, engine, Flops(model.stock))
             ticker.say(f"compiling {load.pool} x {tokens}")
             compile_all(engine, sender.pool)
             backlogs = serving.backlogs_of(sender, load, ticker)
         rows += [{"document_tokens": tokens} | serving.of_rounds(found) for found in backlogs.values()]
         headline |= {f"{name}_{ratio}": value for ratio, value in serving.over_cacheblend(backlogs).items()}
     notes = {
-        "model": pair.description,
+        "model": model.description,
         "peak": "requests finished a second while the queue is never empty: median, least and most of the backlogs, "
         "which the policies get in turn; ratios are medians over rounds",
         "gflop": "counted operations to the first token of a request",

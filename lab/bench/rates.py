@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpic.engine.native.engine import NativeEngine
+from mpic.engine.base import Engine
 from mpic.kv.chunk import Chunk
 from mpic_lab.bench.arrivals import Served, poisson, send
+from mpic_lab.bench.checkpoint import make_model
 from mpic_lab.bench.harness import BenchDevice, Report, Row, Ticker, bench
 from mpic_lab.bench.workload import (
     DecoderShape,
@@ -25,7 +26,6 @@ from mpic_lab.bench.workload import (
     compile_all,
     engine_for,
     first_token,
-    make_pair,
     request_of,
 )
 
@@ -140,7 +140,7 @@ def _draw(figure: Any, rows: Sequence[Row]) -> None:
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Makes a row for each share, rate and policy: means over the repeats, and their deviations."""
-    pair = make_pair(settings.decoder, placement, seed=settings.seed)
+    model = make_model(settings.decoder, placement, seed=settings.seed)
     cells = [
         (share, rate, policy)
         for share in settings.only
@@ -149,7 +149,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     ]
     ticker.expect(len(cells) * settings.repeats)
     measured: dict[tuple[str, float, str], list[Row]] = {cell: [] for cell in cells}
-    with engine_for(pair.loaded, settings.tokens) as engine:
+    with engine_for(model, settings.tokens) as engine:
         users = _Users(settings, engine)
         for share in sorted(settings.only, key=settings.users):
             users.enter(settings.users(share))
@@ -170,7 +170,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
         for share, rate, policy in cells
     ]
     notes = {
-        "model": pair.description,
+        "model": model.description,
         "arrivals": "Poisson, each request of a user drawn at random, the same for every policy; fresh text before and "
         "behind the documents, so that nothing is found in the prefix cache",
         "unanswered": "requests that were not answered when the time was over; they count in nothing else, so that the "
@@ -184,7 +184,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
 class _Users:
     """Users with documents in the pool, and their requests."""
 
-    def __init__(self, settings: Settings, engine: NativeEngine) -> None:
+    def __init__(self, settings: Settings, engine: Engine) -> None:
         self._settings, self._engine = settings, engine
         self._ids = Ids(settings.decoder.vocabulary, settings.seed)
         self._documents: list[list[Chunk]] = []

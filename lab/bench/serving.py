@@ -17,9 +17,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpic.engine.native.engine import NativeEngine
+import numpy as np
+
+from mpic.engine.base import Engine
 from mpic.link import parse_policy
-from mpic_lab.bench.arrivals import Served, poisson, quantile, send
+from mpic_lab.bench.arrivals import Served, poisson, send
+from mpic_lab.bench.checkpoint import make_model
 from mpic_lab.bench.harness import BenchDevice, Report, Row, Series, Ticker, bench, paired, rotated
 from mpic_lab.bench.workload import (
     DecoderShape,
@@ -27,7 +30,6 @@ from mpic_lab.bench.workload import (
     compile_all,
     engine_for,
     first_token,
-    make_pair,
     request_of,
 )
 from mpic_lab.eval.flops import Flops
@@ -91,13 +93,13 @@ class Settings:
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Measures three tables: backlog, random arrivals, and arrivals with chunks that are not compiled."""
-    pair = make_pair(settings.decoder, placement, seed=settings.seed)
+    model = make_model(settings.decoder, placement, seed=settings.seed)
     tokens = 6 * settings.pool * settings.chunk_tokens + 64 * (settings.linked * settings.chunk_tokens + 512)
     ticker.expect(
         len(settings.policies) * (settings.repeats + len(settings.shares)) + 1 + len(settings.ratios)
     )
-    with engine_for(pair.loaded, min(tokens, 120_000)) as engine:
-        sender = PoolSender(settings, engine, Flops(engine))
+    with engine_for(model, min(tokens, 120_000)) as engine:
+        sender = PoolSender(settings, engine, Flops(model.stock))
         backlogs = backlogs_of(sender, settings, ticker)
         rows = [of_rounds(found) for found in backlogs.values()]
         peaks = {row["policy"]: row["requests_per_s"] for row in rows}
@@ -113,7 +115,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
             with ticker.step(f"{policy}: {ratio:.0%} cached"):
                 rows.append(sender.arrivals(policy, settings.shares[0] * peaks["full"], ratio))
     notes = {
-        "model": pair.description,
+        "model": model.description,
         "peak": "requests finished a second while the queue is never empty: median, least and most of the backlogs, "
         "which the policies get in turn; ratios are medians over rounds",
         "gflop": "counted operations to the first token of a request; where they take most of the time, peaks are "
@@ -136,7 +138,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
 class PoolSender:
     """Sends requests over a pool of chunks, as a backlog or at random times."""
 
-    def __init__(self, settings: Settings, engine: NativeEngine, flops: Flops) -> None:
+    def __init__(self, settings: Settings, engine: Engine, flops: Flops) -> None:
         self._settings, self._engine, self._flops = settings, engine, flops
         self._ids = Ids(settings.decoder.vocabulary, settings.seed)
         self.pool = self._ids.chunks(settings.pool, settings.chunk_tokens)
@@ -190,7 +192,7 @@ class PoolSender:
         without = [ms - one.usage.queue_ms for ms, one in zip(with_queue, served, strict=True)]
         for name, values in (("ttft", with_queue), ("no_queue", without)):
             row[f"{name}_p50_ms"] = round(statistics.median(values), 1)
-            row[f"{name}_p99_ms"] = round(quantile(values, 0.99), 1)
+            row[f"{name}_p99_ms"] = round(float(np.quantile(values, 0.99, method="inverted_cdf")), 1)
         return row | {"compiled_again": self._compiled_again(served)}
 
     def _compiled_again(self, served: Iterable[Served]) -> int:

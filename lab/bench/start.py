@@ -1,4 +1,4 @@
-"""Measures how long ``mpic serve`` takes until it answers, and what it spends its time on.
+"""Measures how long ``mpic serve`` takes until it answers.
 
 Every start is a process of its own. Processor seconds are compared, because other work on the machine changes them less
 than the time on the clock. Starts take turns: with self-tests that run (``self_test = always``), with their proofs kept
@@ -10,7 +10,6 @@ proofs.
 from __future__ import annotations
 
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -43,10 +42,6 @@ times = process.cpu_times()
 print(times.user, times.system, time.time() - began, process.memory_info().rss / 2**20)
 """
 """Loads a model, and prints processor seconds of the user and the system, seconds since it was started, and MiB."""
-IMPORT = re.compile(r"import time:\s+(\d+) \|\s+\d+ \| +(\S+)")
-"""A line of Python's ``-X importtime``: microseconds of a module alone, and its name."""
-OWN_FOLDERS = ("torch", "transformers")
-"""Packages so large that their parts are listed."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +51,11 @@ class Settings:
     Args:
         model: folder of the model; empty: the bundled one.
         uncounted: rounds before those that count.
-        packages: rows of the table of imports.
     """
 
     model: str = ""
     uncounted: int = 1
     repeats: int = 5
-    packages: int = 20
 
 
 @dataclass(frozen=True)
@@ -78,7 +71,7 @@ class Start:
 
 @bench(
     "start",
-    "seconds until `mpic serve` answers, and what it imports meanwhile",
+    "seconds until `mpic serve` answers",
     Settings,
     quick={"repeats": 1},
     wants={
@@ -90,8 +83,8 @@ class Start:
     on_cpu=True,
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
-    """Makes a row for each way to start, then one for each of the most expensive packages."""
-    ticker.expect(3 * (settings.uncounted + settings.repeats) + 1)
+    """Makes a row for each way to start."""
+    ticker.expect(3 * (settings.uncounted + settings.repeats))
     samples: dict[str, list[Start]] = {ALWAYS: [], KEPT: []}
     bare: list[Start] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -99,15 +92,13 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
             counts = round_number >= settings.uncounted
             for way, starts in samples.items():
                 server = started(settings.model, Path(folder) / way, "--self-test", way)
-                with ticker.step(way), server as (start, _):
+                with ticker.step(way), server as start:
                     if counts:
                         starts.append(start)
             with ticker.step(BARE):
                 loaded = _loaded(settings.model)
             if counts:
                 bare.append(loaded)
-        with ticker.step("imports"), started(settings.model, Path(folder) / KEPT, imports=True) as (_, lines):
-            rows = _imports(lines, settings.packages)
     named = {WAYS[way]: starts for way, starts in samples.items()}
     table = [_row(way, starts) for way, starts in {**named, BARE: bare}.items()]
     headline = {
@@ -121,40 +112,29 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
         "model": Path(settings.model or bundled_model()).name,
         "libraries": "a script that imports torch, transformers, FastAPI and uvicorn, and loads the model and its "
         "processor with transformers",
-        "imports": "seconds of the clock in the modules of a package alone, without what they import",
         "threads": os.environ.get("OMP_NUM_THREADS", "as torch chooses"),
     }
-    return Report([*table, *rows], headline, notes, lambda figure: _plot(figure, rows))
+    return Report(table, headline, notes, lambda figure: _plot(figure, table))
 
 
 @contextmanager
-def started(
-    model: str, data_dir: Path, *options: str, imports: bool = False
-) -> Iterator[tuple[Start, list[str]]]:
-    """Starts a server, waits until it is ready, and ends it.
-
-    Args:
-        imports: have Python report every import.
-
-    Yields:
-        What the start took, and the lines that servers of this folder have written to stderr until then.
+def started(model: str, data_dir: Path, *options: str) -> Iterator[Start]:
+    """Starts a server, waits until it is ready, yields what that took, and ends it.
 
     Raises:
         StartFailed: the server does not start.
     """
     data_dir.mkdir(exist_ok=True)
     flags = ["--device", "cpu", "--dtype", "float32", "--model", model or bundled_model(), *options]
-    python = ["-X", "importtime"] if imports else []
     began = time.perf_counter()
-    with server_process(data_dir, *flags, python=python) as server:
+    with server_process(data_dir, *flags) as server:
         with urllib.request.urlopen(f"{server.url}/health/ready", timeout=60) as answer:
             answer.read()
         clock = time.perf_counter() - began
         process = psutil.Process(server.pid)
         times, held = process.cpu_times(), process.memory_info().rss
         user, system = times.user + times.children_user, times.system + times.children_system
-        lines = server.log.read_text(errors="replace").splitlines()
-        yield Start(user + system, system, clock, held / 2**20), lines
+        yield Start(user + system, system, clock, held / 2**20)
 
 
 def _loaded(model: str) -> Start:
@@ -184,27 +164,9 @@ def _row(way: str, starts: list[Start]) -> Row:
     }
 
 
-def _imports(lines: list[str], most: int) -> list[Row]:
-    """Returns the most expensive packages of a report of imports."""
-    spent: dict[str, tuple[int, int]] = {}
-    for found in filter(None, map(IMPORT.match, lines)):
-        parts = found[2].split(".")
-        package = ".".join(parts[: 2 if parts[0] in OWN_FOLDERS else 1])
-        microseconds, modules = spent.get(package, (0, 0))
-        spent[package] = microseconds + int(found[1]), modules + 1
-    if not spent:
-        raise BenchFailed("the server has reported no imports")
-    dearest = sorted(spent.items(), key=lambda item: -item[1][0])[:most]
-    return [
-        {"table": "imports", "package": package, "modules": modules, "seconds": round(microseconds / 1e6, 3)}
-        for package, (microseconds, modules) in dearest
-    ]
-
-
 def _plot(figure: Any, rows: list[Row]) -> None:
     axes = figure.subplots()
-    axes.barh([row["package"] for row in rows], [row["seconds"] for row in rows])
+    axes.barh([row["start"] for row in rows], [row["processor_s"] for row in rows])
     axes.invert_yaxis()
-    axes.set_xlabel("seconds in modules of the package")
-    axes.tick_params(axis="y", labelsize=7)
+    axes.set_xlabel("processor seconds until it is ready")
     axes.grid(alpha=0.3)

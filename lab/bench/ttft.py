@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mpic.engine.base import GenerationUsage
-from mpic.engine.native.engine import NativeEngine
+from mpic.engine.base import Engine, GenerationUsage
 from mpic.kv.chunk import Chunk
 from mpic.prompt.segments import Prompt
 from mpic_lab.bench.baseline import floors
+from mpic_lab.bench.checkpoint import make_model
 from mpic_lab.bench.harness import BenchDevice, Report, Series, Ticker, bench, interleave, paired
 from mpic_lab.bench.workload import (
     BENCH_DECODER,
@@ -24,7 +24,6 @@ from mpic_lab.bench.workload import (
     expect,
     first_token,
     image_chunk,
-    make_pair,
     prompt_of,
     random_image,
     request_of,
@@ -98,19 +97,19 @@ class Prompts:
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     """Measures every policy and the floor in the same rounds."""
-    pair = make_pair(settings.decoder, placement, settings.tower, seed=settings.seed)
+    model = make_model(settings.decoder, placement, settings.tower, seed=settings.seed)
     prompts = Prompts(settings)
     image_tokens = settings.images * settings.tower.tokens
     length = settings.length
     new = length - image_tokens + 32 * settings.images
-    with engine_for(pair.loaded, 3 * length + image_tokens + 4096) as engine:
+    with engine_for(model, 3 * length + image_tokens + 4096) as engine:
         compile_all(engine, prompts.chunks)
         first_token(engine, request_of(prompt_of(prompts.system, prompts.ids.fresh(8)), "prefix", 2))
         usages: dict[str, GenerationUsage] = {}
         tokens = settings.tower.tokens
         columns = {p: _column(engine, prompts, p, tokens, usages) for p in ("full", "prefix", *LINKED)}
         under = floors(
-            pair.stock, pair.loaded.shape, prompts.ids.fresh, new, length - new, placement.synchronize
+            model.stock, settings.decoder, prompts.ids.fresh, new, length - new, placement.synchronize
         )
         encoded = {p: _column(engine, prompts, p, tokens, usages, encode=True) for p in ("full", "prefix")}
         encoded |= {p: columns[p] for p in LINKED}
@@ -130,7 +129,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
         "mpic32_over_floor": paired(samples["mpic-32"], samples[floor]),
     }
     notes = {
-        "model": pair.description,
+        "model": model.description,
         "prompt_tokens": length,
         "image_tokens": settings.tower.tokens,
         "floor": f"{floor} was the fastest plain transformers forward of {new} tokens over {length - new} resident",
@@ -143,7 +142,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
 
 
 def _column(
-    engine: NativeEngine,
+    engine: Engine,
     prompts: Prompts,
     policy: str,
     image_tokens: int,

@@ -1,14 +1,20 @@
-"""The workloads of the benches: random models, prompts, and an engine in this process."""
+"""The workloads of the benches: random models, prompts, and an engine in this process.
+
+A random model is saved in a temporary folder like a published one (``checkpoint``), and engines are started by
+``load_engine``, as a server starts them.
+"""
 
 from __future__ import annotations
 
-import copy
 import gc
 import itertools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import torch
@@ -16,15 +22,11 @@ import transformers as tf
 from PIL import Image
 from torch import nn
 
+from mpic.engine import load_engine
 from mpic.engine.base import Delta, Engine, GenerationRequest, GenerationUsage, Sampling
-from mpic.engine.native.engine import NativeEngine
-from mpic.errors import ModelRefused
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.kv.store import ChunkStore
 from mpic.link import BARE, Wrapping, parse_policy
-from mpic.model.fused_proof import use_fused_step
-from mpic.model.loaded import LoadedModel
-from mpic.model.selftest import self_test
 from mpic.prompt.segments import ChunkSegment, Prompt, TextSegment
 from mpic_lab.bench.harness import BenchDevice, BenchFailed
 
@@ -106,13 +108,33 @@ BENCH_TOWER = TowerShape(layers=8, hidden=256, heads=4, size=336, patch=14)
 """The bench model: about 110 M parameters, 576 tokens an image."""
 
 
-@dataclass
-class ModelPair:
-    """A model hooked by MPIC and the stock model, which share their weights, and a description for the settings."""
+@dataclass(frozen=True)
+class BenchModel:
+    """A random model, saved in a folder that every engine can load.
 
-    loaded: LoadedModel
-    stock: nn.Module
+    Args:
+        folder: of the checkpoint.
+        placement: device and dtype with which engines load it.
+        description: for the settings of a result.
+        keeper: keeps the folder; it is removed when nobody holds this model any more.
+    """
+
+    folder: Path
+    decoder: DecoderShape
+    placement: BenchDevice
     description: str
+    keeper: TemporaryDirectory | None = field(default=None, repr=False)
+
+    @cached_property
+    def stock(self) -> nn.Module:
+        """The same model in transformers' own code, with weights of its own in memory."""
+        config = tf.AutoConfig.from_pretrained(self.folder)
+        kind = (
+            tf.LlavaForConditionalGeneration if "vision_config" in config.to_dict() else tf.LlamaForCausalLM
+        )
+        model = kind.from_pretrained(self.folder, dtype=self.placement.dtype, attn_implementation="sdpa")
+        model.generation_config.eos_token_id = None
+        return model.to(self.placement.device).eval().requires_grad_(False)
 
 
 @contextmanager
@@ -134,7 +156,11 @@ def random_model(
     gain: float = 1.0,
     seed: int = 0,
 ) -> nn.Module:
-    """Returns a random Llama, or a random LLaVA when there is a tower; see ``make_pair``."""
+    """Returns a random Llama, or a random LLaVA when there is a tower.
+
+    Args:
+        gain: multiplies the weights; more than 1 makes attention sharp, so that answers depend on what is linked.
+    """
     torch.manual_seed(seed)
     with made_on(placement) if placement.device.type == "cuda" else nullcontext():
         if tower is None:
@@ -157,46 +183,6 @@ def random_model(
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
-
-
-def make_pair(
-    decoder: DecoderShape,
-    placement: BenchDevice,
-    tower: TowerShape | None = None,
-    gain: float = 1.0,
-    seed: int = 0,
-) -> ModelPair:
-    """Returns a random model, self-tested as every model is at load.
-
-    Args:
-        gain: multiplies the weights; more than 1 makes attention sharp, so that answers depend on what is linked.
-    """
-    return pair_of(random_model(decoder, placement, tower, gain, seed), decoder, tower)
-
-
-def pair_of(model: nn.Module, decoder: DecoderShape, tower: TowerShape | None = None) -> ModelPair:
-    """Returns a model of ``random_model``, self-tested, and a stock one beside it with the same weights."""
-    stock = copy.deepcopy(model, {id(p): p for p in model.parameters()})
-    stock.set_attn_implementation("sdpa")
-    loaded = LoadedModel(model, tower.processor() if tower else None, "random")
-    self_test(loaded)
-    use_fused_step(loaded)
-    return ModelPair(loaded, stock, describe(stock, decoder))
-
-
-def with_half_kv(pair: ModelPair) -> LoadedModel | None:
-    """Returns a pair's model once more, over the same weights, with keys and values in 16 bits; None where the engine
-    has no such thing."""
-    if pair.loaded.dtype is not torch.float32:
-        return None
-    model = copy.deepcopy(pair.stock, {id(p): p for p in pair.stock.parameters()})
-    try:
-        loaded = LoadedModel(model, pair.loaded.processor, "random", torch.float16)
-    except ModelRefused:
-        return None
-    self_test(loaded)
-    use_fused_step(loaded)
-    return loaded
 
 
 def describe(model: nn.Module, decoder: DecoderShape) -> str:
@@ -286,10 +272,28 @@ def request_of(
 
 @contextmanager
 def engine_for(
-    loaded: LoadedModel, tokens: int, store: ChunkStore | None = None, **options: object
-) -> Iterator[NativeEngine]:
-    """Opens an engine with an empty pool that has room for ``tokens``, and closes it at the end."""
-    engine = NativeEngine(loaded, store, pages=-(-tokens // PAGE), page_size=PAGE, **options)
+    model: BenchModel, tokens: int, store: ChunkStore | None = None, **options: object
+) -> Iterator[Engine]:
+    """Starts the native engine on a model, with an empty pool that has room for ``tokens``, and closes it at the end.
+
+    Args:
+        options: of ``EngineConfig``.
+
+    Raises:
+        ModelRefused: the model cannot be served with these options.
+    """
+    from mpic.config import EngineConfig  # needs what the bare machine of a GPU report may lack
+
+    placement = model.placement
+    token_bytes = model.decoder.token_bytes(torch.float16 if "kv_dtype" in options else placement.dtype)
+    config = EngineConfig(
+        model=str(model.folder),
+        device=str(placement.device),
+        dtype=str(placement.dtype).removeprefix("torch."),
+        pool_bytes=-(-tokens // PAGE) * PAGE * token_bytes,
+        **options,
+    )
+    engine, _ = load_engine(config, store)
     try:
         yield engine
     finally:
@@ -304,18 +308,19 @@ def compile_all(engine: Engine, chunks: Sequence[Chunk], wrapping: Wrapping = BA
         future.result()
 
 
-def bring(engine: NativeEngine, chunks: Sequence[Chunk]) -> float:
+def bring(engine: Engine, chunks: Sequence[Chunk]) -> float:
     """Loads stored chunks and waits until they are resident; returns the seconds it took.
 
     Raises:
         BenchFailed: they are not resident after a minute.
     """
     began = time.perf_counter()
+    wanted = engine.stats()["chunks_ready"] + len(chunks)
     for chunk in chunks:
         engine.prefetch(chunk)
-    while (ready := sum(r.ready for r in list(engine.device.chunks.values()))) < len(chunks):
+    while (ready := engine.stats()["chunks_ready"]) < wanted:
         if time.perf_counter() - began > 60:
-            raise BenchFailed(f"{ready} of {len(chunks)} chunks are resident after 60 s")
+            raise BenchFailed(f"{ready} of {wanted} chunks are resident after 60 s")
         time.sleep(2e-4)
     return time.perf_counter() - began
 

@@ -1,4 +1,4 @@
-"""``mpic eval fill``: writes the tables of a report from the files of runs and benches.
+"""``mpic eval fill``: writes the tables of a report from the answers of runs.
 
 A Markdown file marks where a table belongs::
 
@@ -13,35 +13,29 @@ some tasks of it, ``RUN:TASK@4,8`` its questions about so many chunks.
 ``losses RUN [POLICIES]``                            a row a task: points lost, with 95 % intervals
 ``cells RUN [POLICIES]``                             a row a task and number of chunks: scores and times
 ``counts WHAT RUN [POLICIES]``                       a row a number of chunks (``tables.count_table``)
-``lengths RUN [POLICIES]``                           a row a range of prompt lengths: points lost
 ``runs POLICIES: RUN ...``                           a row a run: score of ``full``, points lost (empty: a policy
                                                      lacks a cell)
 ``needles RUN POLICIES``                             scores by length (column) and depth (row), a table a policy and
                                                      task
-``same RUN A B``                                     to how many questions two policies gave the same answer
-``pairs RUN A B ...``                                a row a pair: points that a policy loses to another
 ``pressed RUN FILLER PRESSES``                       a row a press and share: three ways to compress packets
 ``methods FILE``                                     what ``mpic eval table`` wrote: a row a policy and press
-``bench FILE [TABLES]``                              tables and plot of what ``mpic bench --json`` wrote
 ===================================================  ====================================================
 """
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Callable, Sequence
 from inspect import signature
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mpic.errors import BadRequest
 from mpic_lab.eval.answers import PolicyAnswer, read_answers
 from mpic_lab.eval.compare import cells_of, compare_policies, score
-from mpic_lab.eval.lengths import length_table
 from mpic_lab.eval.methods import read_table
-from mpic_lab.eval.pressed import pair_table, pressed_table
+from mpic_lab.eval.pressed import pressed_table
 from mpic_lab.eval.tables import (
     cell_table,
     count_table,
@@ -166,24 +160,6 @@ def _needles(folder: Path, run: str, *policies: str) -> str:
     return "\n\n".join(f"`{names[key]}`:\n\n{markdown_table(tables[key])}" for key in chosen)
 
 
-def _same(folder: Path, run: str, one: str, other: str) -> str:
-    pairs = [
-        (a, b)
-        for cell in cells_of(_answers(folder, run)).values()
-        if one in cell and other in cell
-        for a, b in zip(cell[one], cell[other], strict=True)
-    ]
-    same = sum(a.answer == b.answer for a, b in pairs)
-    return f"`{one}` and `{other}` gave the same answer to {same} of {len(pairs)} questions."
-
-
-def _pairs(folder: Path, run: str, *policies: str) -> str:
-    if not policies or len(policies) % 2:
-        raise BadRequest(f"pairs of policies, not {len(policies)} policies")
-    pairs = list(zip(policies[::2], policies[1::2], strict=True))
-    return markdown_table(pair_table(_answers(folder, run), pairs))
-
-
 def _pressed(folder: Path, run: str, filler: str, *presses: str) -> str:
     return markdown_table(pressed_table(_answers(folder, run), filler, presses))
 
@@ -195,47 +171,13 @@ def _methods(folder: Path, file: str) -> str:
     return markdown_table(read_table(folder / file))
 
 
-def _bench(folder: Path, file: str, *tables: str) -> str:
-    path = folder / file
-    if not path.is_file():
-        return f"Not measured yet: `mpic bench {path.stem} --json {path.name}` writes it."
-    result = json.loads(path.read_text(encoding="utf-8"))
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for row in result["rows"]:
-        groups.setdefault(row.get("table", result["bench"]), []).append(row)
-    if missing := set(tables) - set(groups):
-        raise BadRequest(f"{path.name} has no table {', '.join(sorted(missing))}")
-    settings = result["settings"]
-    words = [f"`{path.stem}`, on {result['machine']}", settings.get("model")]
-    words += [f"seed {settings['seed']}" if settings.get("seed") is not None else None]
-    words += [f"{settings['repeats']} repeats" if settings.get("repeats") else None]
-    blocks = ["; ".join(word for word in words if word) + ":"]
-    for title, rows in groups.items():
-        if tables and title not in tables:
-            continue
-        columns = list(dict.fromkeys(key for row in rows for key in row if key != "table"))
-        table = [[column.replace("_", " ") for column in columns]]
-        table += [[str(row.get(column, "")) for column in columns] for row in rows]
-        blocks += [f"*{title}*", markdown_table(table)]
-    if path.with_suffix(".png").is_file():
-        blocks.insert(1, f"![{path.stem}]({Path(file).with_suffix('.png').as_posix()})")
-    figures = ", ".join(
-        f"{name.replace('_', ' ')} **{value:.2f}**" for name, value in result["headline"].items()
-    )
-    return "\n\n".join([*blocks, figures + "."])
-
-
 _MAKERS: dict[str, Callable[..., str]] = {
     "summary": _summary,
     "losses": _table_of(loss_table),
     "cells": _table_of(cell_table),
     "counts": _counts,
-    "lengths": _table_of(length_table),
     "runs": _runs,
     "needles": _needles,
-    "same": _same,
-    "pairs": _pairs,
     "pressed": _pressed,
     "methods": _methods,
-    "bench": _bench,
 }

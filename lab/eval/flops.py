@@ -7,27 +7,34 @@ sum equal to torch's own counter over a stock forward. Compiling chunks and enco
 
 from __future__ import annotations
 
+import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from mpic.engine.base import Engine, GenerationUsage
+from mpic.data.published import gguf_path, is_gguf
+from mpic.engine.base import GenerationUsage
 from mpic.link import DynamicPolicy, Evidence, Policy
-from mpic.model.loaded import LoadedModel
 
 _QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
 """Names by which decoders of transformers call what makes queries, keys and values."""
 
 
 class Flops:
-    """Counts operations for one loaded model."""
+    """Counts operations for one model.
 
-    def __init__(self, engine: Engine | LoadedModel) -> None:
-        model: LoadedModel = engine if isinstance(engine, LoadedModel) else engine.model  # type: ignore[attr-defined]
-        layers = model.text_model.layers
+    Args:
+        model: of transformers; only the shapes of its weights matter, so it may be on the device ``meta``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        layers = model.get_decoder().layers
         self.layer = 2 * sum(_weights(layer) for layer in layers) / len(layers)
         self.layers = len(layers)
         self.projections = 2 * sum(_weights(layer, _QKV) for layer in layers) / len(layers)
-        config = model.text_config
-        self.pair = 4 * config.num_attention_heads * model.shape.head_dim
+        config = model.config.get_text_config()
+        heads, plain = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+        dims = [getattr(getattr(one, "self_attn", None), "head_dim", plain) for one in layers]
+        self.pair = 4 * heads * sum(dims) / len(dims)  # of layers whose heads differ the mean
         self.head = 2 * config.hidden_size * config.vocab_size
 
     def of(self, usage: GenerationUsage, policy: Policy | None = None) -> float:
@@ -42,10 +49,22 @@ class Flops:
         total = self.layers * (self.layer * rows + self.pair * pairs) + self.head
         n = usage.probed
         if n and isinstance(policy, DynamicPolicy) and policy.evidence is Evidence.ATTENTION:
-            total += self.projections * n + self.pair // 2 * n * (usage.reused + usage.recomputed)
+            total += self.projections * n + self.pair / 2 * n * (usage.reused + usage.recomputed)
         elif n:
             total += (self.layer + self.projections) * n + self.pair * n * (n + 1) // 2
         return float(total)
+
+
+def shapes_of(path: str) -> nn.Module:
+    """Returns a model of a folder, a hub id or a GGUF file with the shapes of its weights and without their values."""
+    if is_gguf(path):
+        file = gguf_path(path)
+        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    else:
+        config = AutoConfig.from_pretrained(path)
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    with torch.device("meta"):
+        return kind.from_config(config)
 
 
 def _weights(layer: nn.Module, only: tuple[str, ...] = ("",)) -> int:

@@ -55,20 +55,6 @@ def pressed_table(answers: Sequence[PolicyAnswer], filler: str, presses: Sequenc
     return [*rows, _row(cells, "all", "all", *(list(names) for names in zip(*every, strict=True)))]
 
 
-def pair_table(answers: Sequence[PolicyAnswer], pairs: Sequence[tuple[str, str]]) -> list[list[str]]:
-    """Returns a row for each pair of policies: scores, mean bytes of KV, and what the first loses to the second.
-
-    Raises:
-        BadRequest: the run lacks a policy.
-    """
-    cells = cells_of(answers)
-    rows = [["policy", "score", "KV, KB", "beside", "score", "KV, KB", "lost"]]
-    for pair in pairs:
-        sides = [(f"`{name}`", _score(cells, [name]), _size(cells, [name])) for name in pair]
-        rows.append([*sides[0], *sides[1], str(lost_between(cells, [pair]))])
-    return rows
-
-
 def lost_between(cells: Cells, pairs: Sequence[tuple[str, str]]) -> Lost:
     """Returns the points that policies lose to others, as (policy, the other): the mean over the pairs, question by
     question, and its 95 % interval over the questions.

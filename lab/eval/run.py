@@ -34,7 +34,7 @@ from mpic_lab.eval import metrics
 from mpic_lab.eval.answers import NAME, PolicyAnswer, lines_of, ready
 from mpic_lab.eval.compare import metric_of
 from mpic_lab.eval.config import EvalConfig
-from mpic_lab.eval.flops import Flops
+from mpic_lab.eval.flops import Flops, shapes_of
 from mpic_lab.eval.linking import parse_linking
 from mpic_lab.eval.resolve import LocalResolver, counter_of, fitter_of, splitter_of
 from mpic_lab.eval.run_facts import begin_run, record_fact
@@ -42,8 +42,6 @@ from mpic_lab.eval.tasks import GRIDS, Options, Sample, TaskError, find
 
 LISTED = 1024
 """Most likely first tokens that are compared with those of ``full``."""
-TOUCHED = 1 << 30
-"""Bytes of the pool that are touched before anything is measured; more than one sample takes."""
 
 
 class Evaluator:
@@ -92,7 +90,6 @@ class Evaluator:
                     raise BadRequest(f"press {press} does not run on model {engine.info.name}")
             template = ChatTemplate(processor)
             session = _Session(engine, template, self.config)
-            session.touch()
             total = sum(questions_of(name, options) for name, options in cells)
             bar = progress.add_task("samples", total=total) if progress else None
             with (self.out / NAME).open("a", encoding="utf-8") as lines:
@@ -160,7 +157,7 @@ class _Session:
 
     def __init__(self, engine: Engine, template: ChatTemplate, config: EvalConfig) -> None:
         self.engine, self.template, self.config = engine, template, config
-        self.flops = Flops(engine)
+        self.flops = Flops(shapes_of(config.model))
         self._warm: set[str] = set()
         self._asked: list[Chunk] = []
         self._requests = itertools.count(1)
@@ -205,13 +202,6 @@ class _Session:
         if self.config.at_once == 1:
             self.forget()
         return list(answers.values())
-
-    def touch(self) -> None:
-        """Has the system back the memory at the beginning of the pool, where every sample lies, so that the first
-        requests do not pay for it."""
-        pool = getattr(self.engine, "pool", None)
-        if pool is not None and pool.arena.device.type == "cpu":
-            pool.arena.view(-1)[: TOUCHED // pool.arena.element_size()].zero_()
 
     def forget(self) -> None:
         """Drops the chunks of the samples that were asked, and every prefix over them: tasks share documents, and a

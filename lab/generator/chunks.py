@@ -9,11 +9,13 @@ from mpic_lab.generator import documents
 from mpic_lab.generator.conversation import Document, Image, number_word
 from mpic_lab.generator.documents import Fact
 from mpic_lab.generator.images import BACKGROUNDS, Scene, draw_scene, render, render_large
-from mpic_lab.generator.mix import Mix
 from mpic_lab.generator.wordings import Asking
 from mpic_lab.generator.words import NUMBERS, OBJECTS, Split, draw_handles, draw_people
 from mpic_lab.generator.worlds import FIRST, World
 
+KINDS = ("image", "image", "card", "biography", "biography", "needle")
+NAMED = 0.35
+"""Share of the conversations whose chunks have handles."""
 _THINGS = 12  # whose codes are in a prompt, at most, so that some are left to search for
 _COUNTED = 10  # chunks in a prompt, at most: training counts up to here
 
@@ -54,16 +56,12 @@ class ChunkGenerator:
             return Image(render_large(scene, self.rng, self.split)[0], name)
         return Image(render(scene, self.rng, self.split), name)
 
-    def context(self, count: int, mix: Mix) -> list[Labelled]:
-        """Returns `count` labelled chunks of the mix, in order."""
-        rng = self.rng
-        if mix.alike and rng.random() < mix.alike:
-            kinds = [rng.choice(sorted(set(mix.kinds)))] * count
-        else:
-            kinds = [rng.choice(mix.kinds) for _ in range(count)]
-        return self.context_of(kinds, mix, named=rng.random() < mix.named)
+    def context(self, count: int) -> list[Labelled]:
+        """Returns `count` labelled chunks, of all kinds in order."""
+        kinds = [self.rng.choice(KINDS) for _ in range(count)]
+        return self.context_of(kinds, named=self.rng.random() < NAMED)
 
-    def context_of(self, kinds: list[str], mix: Mix, named: bool) -> list[Labelled]:
+    def context_of(self, kinds: list[str], named: bool) -> list[Labelled]:
         """Returns labelled chunks of exactly these kinds; half of the people have a friend among the others."""
         rng, split, items = self.rng, self.split, list[Labelled]()
         handles = self._handles(len(kinds), named)
@@ -73,14 +71,14 @@ class ChunkGenerator:
         each = rng.randint(1, max(1, min(3, _THINGS // max(1, needles)))) if self.world.scattered else 1
         things = rng.sample(OBJECTS, needles * each)
         subjects, counts = iter(people), {"image": 0, "document": 0}
-        words, scattered = mix.words or self.world.words, self.world.scattered
+        words, scattered = self.world.words, self.world.scattered
         for kind, handle in zip(kinds, handles, strict=True):
             noun = "image" if kind == "image" else "document"
             counts[noun] += 1
             label = f"{noun} {handle or number_word(counts[noun])}"
             about: Scene | Fact
             if kind == "image":
-                about = draw_scene(rng, digits=mix.digits)
+                about = draw_scene(rng)
                 items.append(Labelled(label, self.image(about, handle), about))
                 continue
             if kind == "card":

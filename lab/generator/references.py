@@ -27,15 +27,39 @@ from PIL import Image as PILImage
 
 from mpic.data.bundled import REFERENCES
 from mpic_lab.generator import questions
+from mpic_lab.generator.conversation import number_word
 from mpic_lab.generator.documents import draw_value, reference_fact
 from mpic_lab.generator.images import Scene, draw_scene
-from mpic_lab.generator.pairs import caption
-from mpic_lab.generator.words import COLOURS, OBJECTS, SHAPES, draw_people
+from mpic_lab.generator.words import COLOURS, OBJECTS, POSITIONS, SHAPES, draw_people
 from mpic_lab.generator.worlds import WORLDS
 
 SEED = 30
 KEYED, PLAIN, DESCRIBED, PEOPLE, THINGS = 30, 60, 40, 20, 10
 COMMON = 3  # colours of each shape that any picture may have; the others are kept for keys
+
+FRAMES = (
+    "A picture that shows {c}.",
+    "image of {c}",
+    "This is a picture with {n}: {c}.",
+    "in this image: {c}",
+)
+PLACES = ("{o} in the {p}", "at the {p} {o}")
+
+
+def caption(rng: random.Random, scene: Scene) -> str:
+    """Returns all objects of a scene with their places, in one of many wordings and orders."""
+    objects = list(scene.objects)
+    if rng.random() < 0.5:
+        rng.shuffle(objects)
+    place = rng.choice(PLACES)
+    parts = [
+        place.format(o=f"{'an' if c == 'orange' else 'a'} {c} {s}", p=POSITIONS[q]) for q, c, s in objects
+    ]
+    joined = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+    text = ", ".join(parts) if rng.random() < 0.6 else joined
+    count = len(objects) if rng.random() < 0.5 else number_word(len(objects))
+    shapes = f"{count} shape{'s' * (len(objects) > 1)}"
+    return rng.choice(FRAMES).format(c=text, n=shapes)
 
 
 class ReferenceSet:
@@ -102,7 +126,7 @@ class ReferenceSet:
         if key:
             metadata["key"] = key
         id = self._add("image", "picture", "Picture {n}", metadata, scene=scene)
-        self._ask("text->image", "caption", id, text=caption(self.rng, "eval", scene))
+        self._ask("text->image", "caption", id, text=caption(self.rng, scene))
         return id
 
     def _descriptions(self) -> None:
@@ -113,7 +137,7 @@ class ReferenceSet:
             text = f"A picture that shows {scene.caption()}."
             id = self._add("text", "description", "Description {n}", metadata, text=text)
             self._ask("image->text", "picture", id, path=self._draw(f"queries/{id}.png", scene))
-            self._ask("text->text", "caption", id, text=caption(self.rng, "eval", scene))
+            self._ask("text->text", "caption", id, text=caption(self.rng, scene))
 
     def _facts(self) -> None:
         rng = self.rng

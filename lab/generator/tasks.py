@@ -1,25 +1,19 @@
-"""Draws conversations: dense multi-turn ones for training, single questions of one task for evaluation."""
+"""Draws conversations, each a question of one task."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 from mpic_lab.generator import documents, questions
-from mpic_lab.generator.chunks import ChunkGenerator, Labelled
-from mpic_lab.generator.conversation import Conversation, Document, Image, Part, Turn, fill_in
+from mpic_lab.generator.chunks import KINDS, NAMED, ChunkGenerator, Labelled
+from mpic_lab.generator.conversation import Conversation, Document, Part, Turn, fill_in
 from mpic_lab.generator.documents import Fact
 from mpic_lab.generator.images import Scene, draw_scene
-from mpic_lab.generator.mix import Mix
 from mpic_lab.generator.wordings import draw
-from mpic_lab.generator.words import NUMBERS, OBJECTS, draw_people
+from mpic_lab.generator.words import OBJECTS, draw_people
 
 _TRIES = 4  # at a question that differs from those asked, for each that is wanted
-_OTHERS = (0, 0, 0, 0, 1, 2, 3, 4)  # references that a search of a training conversation finds besides
-SYSTEMS = (None, None, "You answer questions about images and documents.", "Please answer in a few words.")
-
-Library = dict[tuple[str, str], str]
-"""Facts that searches have found: (attribute, subject) -> value."""
 
 
 class Generator(ChunkGenerator):
@@ -63,26 +57,20 @@ class Generator(ChunkGenerator):
         text = questions.ask(self.rng, self.asking, f"last {key}")
         return questions.Question(f"last {key}", text, people[-1].facts[key], f"last {key}")
 
-    def search(
-        self, items: list[Labelled], kind: str | None = None, others: int = 0, library: Library | None = None
-    ) -> Turn:
-        """Returns a question that only the library can answer, which finds so many other references too.
-
-        `library` holds its earlier answers; searches add to it.
-        """
+    def search(self, items: list[Labelled], kind: str) -> Turn:
+        """Returns a question that only the library can answer: about a ``person``, a ``thing`` or a ``picture``."""
         rng, split, asking = self.rng, self.split, self.asking
-        kind = kind or rng.choice(("person", "thing", "picture"))
         if kind == "picture":
             scene = draw_scene(rng, rng.randint(2, 4), digits=False)
             (_, colour, shape), (_, answer, other) = rng.sample(scene.objects, 2)
             wanted = f"{colour} {shape}"
-            found = [self.image(s) for s in (scene, *self._without((colour, shape), others))]
+            found = self.image(scene)
             query = f"picture with a {wanted}"
             if rng.random() < 0.5:
                 text = questions.ask(rng, asking, "library colour", x=wanted, y=other)
             else:
                 text, answer = questions.ask(rng, asking, "library", x=wanted), str(len(scene.objects))
-            return Turn([text], answer, query, self._ranked(found), "search picture")
+            return Turn([text], answer, query, [found], "search picture")
         if kind == "thing":
             present = {key for i in items if isinstance(i.about, Fact) for key in i.about.facts}
             subject = rng.choice([o for o in OBJECTS if o not in present])
@@ -92,114 +80,11 @@ class Generator(ChunkGenerator):
             subject = next(p for p in iter(lambda: draw_people(rng, 1, split)[0], None) if p not in present)
             attribute = rng.choice(questions.ATTRIBUTES)
             text = questions.ask(rng, asking, attribute, x=subject)
-        library, facts = {} if library is None else library, [(attribute, subject)]
-        if others:
-            facts += self._near(attribute, subject, present)[:others]
-        values = [library.setdefault(fact, documents.draw_value(rng, fact[0])) for fact in facts]
-        found = [Document(documents.reference_fact(*f, v)) for f, v in zip(facts, values, strict=True)]
-        return Turn([text], values[0], f"{attribute} of {subject}", self._ranked(found), f"search {kind}")
-
-    def _near(self, attribute: str, subject: str, present: set[str]) -> list[tuple[str, str]]:
-        """Returns similar facts that are not in the context: the same of others; of people, other facts, too."""
-        rng = self.rng
-        if attribute == "code":
-            similar = [(attribute, o) for o in OBJECTS if o not in {*present, subject}]
-        else:
-            similar = [(a, subject) for a in questions.ATTRIBUTES if a != attribute]
-            people = draw_people(rng, 4, self.split)
-            similar += [(attribute, p) for p in people if p not in {*present, subject}]
-        rng.shuffle(similar)
-        return similar
-
-    def _without(self, wanted: tuple[str, str], count: int) -> Iterator[Scene]:
-        """Yields scenes without an object."""
-        while count > 0:
-            scene = draw_scene(self.rng, self.rng.randint(2, 4), digits=False)
-            if wanted not in {(c, s) for _, c, s in scene.objects}:
-                count -= 1
-                yield scene
-
-    def _ranked(self, found: list[Image | Document]) -> list[Image | Document]:
-        """Returns references as a search ranks them: the right one, which comes first here, is mostly the best."""
-        place = self.rng.randrange(len(found)) if len(found) > 1 and self.rng.random() < 0.4 else 0
-        return [*found[1 : place + 1], found[0], *found[place + 1 :]]
+        value = documents.draw_value(rng, attribute)
+        fact = Document(documents.reference_fact(attribute, subject, value))
+        return Turn([text], value, f"{attribute} of {subject}", [fact], f"search {kind}")
 
     # conversations
-
-    def training(self, count: int, turns: int, mix: Mix | None = None) -> Conversation:
-        """Draws a conversation over `count` chunks with up to `turns` different questions (dense supervision)."""
-        mix, rng = mix or Mix(), self.rng
-        if count and rng.random() < 0.05:
-            return self.few_shot(max(3, count))
-        items, pair = self._training_context(count, mix)
-        order = self._questions(items, turns, mix)
-        together = self._word_level(items) if pair else None
-        order[0] = together or self._inside(order[0], items)
-        return Conversation(order, rng.choice(SYSTEMS), "training")
-
-    def training_branches(self, count: int, turns: int, mix: Mix) -> list[Conversation]:
-        """Draws up to `turns` different questions, each a conversation of its own over the same `count` chunks.
-
-        In a conversation of many turns, a late question can be answered from what earlier answers have said of its
-        chunk. A question that is asked alone has to be answered from the chunk.
-        """
-        if self.rng.random() < 0.05:
-            return [self.few_shot(max(3, count))]
-        items, _ = self._training_context(count, mix)
-        system, parts = self.rng.choice(SYSTEMS), [item.part for item in items]
-        asked = self._questions(items, turns, mix)
-        return [Conversation([replace(t, user=[*parts, *t.user])], system, "training") for t in asked]
-
-    def _training_context(self, count: int, mix: Mix) -> tuple[list[Labelled], bool]:
-        """Draws `count` chunks; True if they are two images to be compared with both inside the sentence."""
-        if count == 2 and self.rng.random() < 0.5:
-            return self.context_of(["image"] * 2, mix, self.rng.random() < mix.named), True
-        return self.context(count, mix), False
-
-    def _questions(self, items: list[Labelled], turns: int, mix: Mix) -> list[Turn]:
-        """Draws `turns` questions about chunks, or for the library, and returns those that differ."""
-        rng = self.rng
-        asked: dict[str, Turn] = {}
-        library: Library = {}
-        for attempt in range(turns):
-            roll, question = rng.random(), None
-            if not items or roll < mix.search:
-                turn = self.search(items, None, rng.choice(_OTHERS), library)
-                asked.setdefault(turn.query or "", turn)
-                continue
-            if attempt == 0 and rng.random() < mix.order:
-                question = self.last(items)
-            elif roll < mix.search + mix.compare:
-                # few pairs can be asked about one colour: look at some, and then at what else can be asked
-                wanted = ["same"] * 6 + ["more"] if rng.random() < 0.5 else ["more"]
-                question = next((q for kind in wanted if (q := self.compare(items, kind))), None)
-            elif roll < mix.search + mix.compare + mix.hop:
-                question = self.hop(items)
-            elif roll < mix.search + mix.compare + mix.hop + mix.both:
-                question = self.both(items)
-            if question is None:
-                captioned, item = rng.random() < 0.2, rng.choice(items)
-                caption = captioned and isinstance(item.about, Scene)
-                question = self.about(item, "caption" if caption else None)
-            asked.setdefault(question.key, Turn([question.text], question.answer, kind=question.kind))
-        return [self._bare(turn, items) for turn in asked.values()]
-
-    def _bare(self, turn: Turn, items: list[Labelled]) -> Turn:
-        """Sometimes calls chunks with a handle by the handle alone, as when `IMAGE#NAME` comes a second time."""
-        if not items or items[0].part.name in (None, *NUMBERS) or self.rng.random() < 0.7:
-            return turn
-        (text,) = turn.user
-        for item in items:
-            text = text.replace(item.label, item.part.name)
-        return replace(turn, user=[text])
-
-    def _inside(self, turn: Turn, items: list[Labelled]) -> Turn:
-        """Puts the chunks before their question; sometimes a lone one takes the place of its name in the sentence."""
-        (text,) = turn.user
-        if len(items) == 1 and text.count(items[0].label) == 1 and self.rng.random() < 0.4:
-            before, after = text.split(items[0].label)
-            return replace(turn, user=[p for p in (before.strip(), items[0].part, after.strip()) if p])
-        return replace(turn, user=[*(i.part for i in items), text])
 
     def _word_level(self, items: list[Labelled]) -> Turn | None:
         """Returns a comparison whose two images stand inside the sentence."""
@@ -255,7 +140,7 @@ class Generator(ChunkGenerator):
         named: bool = False,
     ) -> list[Conversation]:
         """Returns conversations of one question each over the same chunks of these kinds, none if none can be asked."""
-        items = self.context_of(kinds, Mix(), named)
+        items = self.context_of(kinds, named)
         asked: dict[str, Conversation] = {}
         for _ in range(1 if size == 1 else _TRIES * size):
             question = ask(items)
@@ -268,7 +153,7 @@ class Generator(ChunkGenerator):
 
     def single_search(self, size: int, count: int, kind: str) -> list[Conversation]:
         """Returns questions for the library over a context that does not have the answer, one a conversation."""
-        items = self.context(count, Mix())
+        items = self.context(count)
         asked: dict[str | None, Conversation] = {}
         while len(asked) < size:
             turn = self.search(items, kind)
@@ -278,7 +163,7 @@ class Generator(ChunkGenerator):
 
     def word_level(self) -> list[Conversation]:
         """Draws one comparison with both images inside the sentence, or none."""
-        turn = self._word_level(self.context_of(["image", "image"], Mix(), self.rng.random() < 0.35))
+        turn = self._word_level(self.context_of(["image", "image"], self.rng.random() < NAMED))
         return [Conversation([turn])] if turn else []
 
 
@@ -288,7 +173,7 @@ def _people(items: list[Labelled]) -> list[Fact]:
 
 def _one(kind: str | None, question: str | None = None, named: bool = False):
     def build(g: Generator, count: int, size: int) -> list[Conversation]:
-        kinds = [kind or g.rng.choice(Mix().kinds) for _ in range(count)]
+        kinds = [kind or g.rng.choice(KINDS) for _ in range(count)]
         if kind is None and count > 1:
             kinds[:2] = g.rng.sample(["image", g.rng.choice(["card", "biography", "needle"])], 2)
         return g.single(size, kinds, lambda items: g.about(g.rng.choice(items), question), named)

@@ -1,4 +1,4 @@
-"""Cases of attention in one layer, described by their sizes, for our kernels and for torch's own attention.
+"""Cases of attention in one layer, described by their sizes, as the tuner runs them.
 
 Triton is imported where it is used, so that sections which need no kernels run without it.
 """
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from mpic.kernels.attention import QueryRotation, SpanCall
 from mpic.kernels.span import Span
@@ -64,10 +63,9 @@ class Case:
         numbers = 2 * self.kv_heads * keys + 2 * self.heads * self.requests * self.rows
         return Cost(4 * self.heads * self.dim * pairs, dtype.itemsize * self.dim * numbers)
 
-    def masked(self, dtype: torch.dtype) -> float:
-        """Returns the ratio of the pairs that ``torch_attention`` computes, without a mask, to those of the case."""
-        pairs = self.requests * self.rows * (self.linked + self.rows)
-        return 4 * self.heads * self.dim * pairs / self.cost(dtype).flops if self.rows > 1 else 1.0
+
+PREFILL = Case("prefill", 32, 8, 128, 520, 1, 8, 2304)
+DECODE = Case("decode", 32, 8, 128, 1, 8, 4, 2304)
 
 
 def build(
@@ -121,14 +119,3 @@ def segment_attention(case: Case, placement: BenchDevice, tiles: Tiles | None = 
         blocks, *_ = prepared.launch(0, q, scale, None, out, lse)
         prepared, q = build(case, placement, tiles, programs_of(blocks, placement.device))
     return lambda: prepared.attend(0, q, scale)
-
-
-def torch_attention(case: Case, placement: BenchDevice) -> Callable[[], torch.Tensor]:
-    """Returns a call of SDPA on the same number of contiguous queries and keys, rotated beforehand and without a mask.
-    It computes more pairs than the case has; ``Case.masked`` is the ratio."""
-    options = {"dtype": placement.dtype, "device": placement.device}
-    n = case.linked + case.rows
-    q = torch.randn(case.requests, case.heads, case.rows, case.dim, **options)
-    k, v = (torch.randn(case.requests, case.kv_heads, n, case.dim, **options) for _ in range(2))
-    grouped = case.heads != case.kv_heads
-    return lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)

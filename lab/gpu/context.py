@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 
-from mpic.model.loaded import LoadedModel
-from mpic.model.selftest import self_test
 from mpic_lab.bench.harness import BenchDevice
 from mpic_lab.gpu import record
-from mpic_lab.gpu.models import ModelShape
+from mpic_lab.gpu.models import LoadedModel, ModelShape, self_test
 from mpic_lab.gpu.roofline import Ceilings, Cost, Costs, against
 from mpic_lab.gpu.sizes import FULL, QUICK, Sizes
 from mpic_lab.gpu.supervise import SectionRun
@@ -74,7 +72,7 @@ class Context:
         self.run.row(
             f"runs, {model.name}", "attention", loaded.info.attention, round(error, 6), "relative error"
         )
-        return loaded, Costs(loaded)
+        return loaded, Costs(loaded.model, loaded.dtype)
 
     def timed(
         self, measured: str, shape: str, how: str, taken: float, cost: Cost, unit: str = "ms", **more: Any

@@ -7,10 +7,10 @@ import time
 from dataclasses import replace
 
 from mpic.kv.chunk import Chunk
-from mpic.model.loaded import LoadedModel
 from mpic_lab.bench import decode as decoding
-from mpic_lab.bench.workload import Ids, compile_all, engine_for
+from mpic_lab.bench.workload import Ids, compile_all
 from mpic_lab.gpu.context import Context
+from mpic_lab.gpu.models import LoadedModel, native_engine
 from mpic_lab.gpu.roofline import Cost
 from mpic_lab.gpu.supervise import SectionRun
 
@@ -32,7 +32,7 @@ def decode(run: SectionRun) -> None:
     ids = Ids(model.decoder.vocabulary)
     own = sizes.text + sizes.tokens + SPARE
     chunks = count * sizes.set_chunks
-    with engine_for(
+    with native_engine(
         loaded, chunks * (sizes.chunk + 16) + max(sizes.batches) * own, cuda_graphs="auto"
     ) as engine:
         sets = [ids.chunks(sizes.set_chunks, sizes.chunk) for _ in range(count)]

@@ -15,15 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from PIL import Image
 
-from mpic.engine.base import GenerationUsage
-from mpic.engine.native.engine import NativeEngine
+from mpic.engine.base import Engine, GenerationUsage
 from mpic.kv.chunk import Chunk, ChunkInputs
-from mpic.model.selftest import self_test
 from mpic_lab.bench.harness import BenchFailed
 from mpic_lab.bench.workload import (
     Ids,
     compile_all,
-    engine_for,
     first_token,
     image_chunk,
     prompt_of,
@@ -31,7 +28,7 @@ from mpic_lab.bench.workload import (
     request_of,
 )
 from mpic_lab.gpu.context import Context
-from mpic_lab.gpu.models import ModelShape
+from mpic_lab.gpu.models import ModelShape, native_engine, self_test
 from mpic_lab.gpu.sizes import BASE, LINK, ImagePrompts
 from mpic_lab.gpu.supervise import SectionRun
 
@@ -129,7 +126,7 @@ class FirstTokens:
             return {}
         images = [image_chunk(random_image(i, 8)) for i in range(max(counts))]
         self._graphs = graphs
-        with engine_for(self._loaded, self._pool(prompts, max(counts)), cuda_graphs=graphs) as engine:
+        with native_engine(self._loaded, self._pool(prompts, max(counts)), cuda_graphs=graphs) as engine:
             compile_all(engine, images)
             first_token(engine, request_of(prompt_of(self._system, self._ids.fresh(8)), BASE, 2))
             taken: dict[tuple[int, str], Taken] = {}
@@ -164,7 +161,7 @@ class FirstTokens:
 
     def _policy(
         self,
-        engine: NativeEngine,
+        engine: Engine,
         prompts: ImagePrompts,
         images: list[Chunk],
         counts: list[int],
@@ -184,7 +181,7 @@ class FirstTokens:
             taken[count, policy] = Taken(1e3 * seconds, ratio)
 
     def _median(
-        self, engine: NativeEngine, prompts: ImagePrompts, images: list[Chunk], policy: str
+        self, engine: Engine, prompts: ImagePrompts, images: list[Chunk], policy: str
     ) -> tuple[float, GenerationUsage]:
         """Returns the median seconds, after one request that does not count, and the usage of the prompt."""
         taken = []

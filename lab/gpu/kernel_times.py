@@ -1,4 +1,4 @@
-"""Times the attention kernels: against the ceilings and torch's own attention, and with different tile sizes.
+"""Times the attention kernels with different tile sizes.
 
 ``make tune-gpu`` (``python -m mpic_lab.gpu.kernel_times TABLE``) fills the table of tile sizes for this machine's
 GPU: every candidate runs a prefill and a decoding step of one layer, and the fastest of each is written with the GPU's
@@ -13,7 +13,6 @@ import datetime
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -23,10 +22,9 @@ from mpic.errors import MPICError
 from mpic.kernels.triton.tuning import SCHEMA, defaults_of, read_table
 from mpic.model.load import choose_device
 from mpic_lab.bench.harness import BenchDevice, BenchFailed, median_seconds
-from mpic_lab.gpu.attention_cases import Case, segment_attention, torch_attention
-from mpic_lab.gpu.comparators import COMPARATORS, Comparator, error_of, random_inputs
+from mpic_lab.gpu.attention_cases import DECODE, PREFILL, Case, segment_attention
 from mpic_lab.gpu.context import Context
-from mpic_lab.gpu.supervise import SectionRun, installed
+from mpic_lab.gpu.supervise import SectionRun
 
 TileSizes = tuple[int, ...]
 BLOCKS: tuple[TileSizes, ...] = tuple(product((64, 128), (32, 64, 128), (4, 8), (2, 3)))
@@ -35,64 +33,6 @@ SINGLES: tuple[TileSizes, ...] = tuple(product((32, 64, 128), (2, 4, 8), (2, 3, 
 """Keys of a tile, warps, stages."""
 DIMS = (64, 80, 96, 128, 256)
 GROUPS = (1, 4, 7)
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
-"""Largest difference of a comparator's output, whose values are averages of normally distributed ones."""
-PREFILL = Case("prefill", 32, 8, 128, 520, 1, 8, 2304)
-DECODE = Case("decode", 32, 8, 128, 1, 8, 4, 2304)
-
-
-def attention(run: SectionRun) -> None:
-    """Measures case by case; the headline is the worst of each kind."""
-    context = Context(run)
-    placement, repeats = context.placement, context.sizes.kernel_repeats
-    flush = _flush(placement)
-    over: dict[tuple[str, str], float] = {}
-    for case in context.sizes.cases:
-        ours = median_seconds(segment_attention(case, placement), placement, repeats, flush.zero_)
-        theirs = median_seconds(torch_attention(case, placement), placement, repeats, flush.zero_)
-        theirs /= case.masked(placement.dtype)  # the measure is throughput, and torch never shares keys
-        over["torch SDPA", case.name] = theirs / ours
-        times = {"triton": ours, "torch SDPA": theirs, **_comparators(context, case, flush.zero_)}
-        for name, taken in times.items():
-            if name in COMPARATORS:
-                over[name, case.name] = taken / ours
-            more, cost = {"over torch": round(theirs / taken, 3)}, case.cost(placement.dtype)
-            context.timed(f"attention, {case.name}", case.words, name, taken, cost, "us", **more)
-    for other, one in COMPARATORS.items():
-        if not installed(one.package):
-            context.left_out("attention", other, f"{one.distribution} is not installed")
-    for kind, other in product(("prefill", "decode"), ("torch SDPA", *COMPARATORS)):
-        worst = [ratio for (by, case), ratio in over.items() if by == other and case.startswith(f"{kind},")]
-        if worst:
-            name = f"{kind}_over_{COMPARATORS[other].package if other in COMPARATORS else 'flash'}"
-            run.row(
-                "headline",
-                f"{kind} cases, against {other}",
-                "triton",
-                round(min(worst), 3),
-                "",
-                headline=name,
-                goal=">= 0.8",
-            )
-
-
-def _comparators(context: Context, case: Case, before: Callable[[], object]) -> dict[str, float]:
-    """Returns the seconds of the attention of every other project that is installed and computes the case correctly."""
-    seconds: dict[str, float] = {}
-    inputs = random_inputs(case, context.placement)
-    limit = TOLERANCE[context.placement.dtype]
-
-    def measure(name: str, one: Comparator) -> None:
-        attend = one.build(case, inputs)
-        right = lambda: error_of(attend(), case, inputs)
-        if context.check(f"is right, {case.name}", case.words, name, right, limit, "largest difference"):
-            repeats = context.sizes.kernel_repeats
-            seconds[name] = median_seconds(attend, context.placement, repeats, before)
-
-    for name, one in COMPARATORS.items():
-        if installed(one.package):
-            context.attempt(f"attention, {case.name}", f"{name}: {case.words}", partial(measure, name, one))
-    return seconds
 
 
 def tuning(run: SectionRun) -> None:
@@ -103,7 +43,7 @@ def tuning(run: SectionRun) -> None:
     path = run.out.with_name(run.out.name + ".tuned.json")
     on_cuda = placement.device.type == "cuda"
     gpu = torch.cuda.get_device_name(placement.device) if on_cuda else "Triton's interpreter"
-    prefill, decode = sizes.cases if run.quick else (PREFILL, DECODE)
+    prefill, decode = sizes.cases
     group = prefill.heads // prefill.kv_heads
     for dim in sizes.tuned_dims:
         base = defaults_of(placement.device, placement.dtype, dim)

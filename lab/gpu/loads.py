@@ -1,4 +1,4 @@
-"""Measures chunks that are not on the device: links over stored chunks while they are read, and copies over the bus."""
+"""Measures chunks that are not on the device: links over stored chunks while they are read."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any
 
-import torch
-
 from mpic.engine.base import GenerationRequest
-from mpic.kv.readback import readback_for
-from mpic.library import Library
-from mpic.library.limits import Limits
+from mpic.library import Library, Limits
 from mpic_lab.bench.disk import IN_MEMORY, drop_from_cache, file_system
-from mpic_lab.bench.harness import median_seconds
-from mpic_lab.bench.workload import PAGE, Ids, bring, compile_all, engine_for, first_token, request_of
+from mpic_lab.bench.workload import PAGE, Ids, bring, compile_all, first_token, request_of
 from mpic_lab.gpu.context import Context
+from mpic_lab.gpu.models import native_engine
 from mpic_lab.gpu.roofline import Cost
 from mpic_lab.gpu.supervise import SectionRun
 
@@ -67,7 +63,7 @@ class _StoredChunks:
 
     def compile(self, library: Library) -> None:
         """Stores the chunks, and measures a link over resident ones."""
-        with engine_for(self._loaded, self._tokens, library.store) as engine:
+        with native_engine(self._loaded, self._tokens, library.store) as engine:
             compile_all(engine, self._chunks)
             self.keys = [engine.linker.key(chunk) for chunk in self._chunks]
             _, usage = first_token(engine, self._request())
@@ -95,7 +91,7 @@ class _StoredChunks:
 
     def alone(self, library: Library, cold: bool = False) -> float:
         """Returns the seconds until an otherwise idle engine has all chunks resident."""
-        with engine_for(self._loaded, self._tokens, library.store) as engine:
+        with native_engine(self._loaded, self._tokens, library.store) as engine:
             if cold:
                 drop_from_cache(self._paths)
             taken = bring(engine, self._chunks)
@@ -109,7 +105,7 @@ class _StoredChunks:
         Args:
             cold: True if the page cache holds none of the chunks; ``resident``: True if the device holds all of them.
         """
-        with engine_for(self._loaded, self._tokens, library.store) as engine:
+        with native_engine(self._loaded, self._tokens, library.store) as engine:
             request = self._request()
             if resident:
                 bring(engine, self._chunks)
@@ -125,50 +121,3 @@ class _StoredChunks:
 def _best(measure, repeats: int) -> float:
     """Returns the median after one measurement that does not count."""
     return median_low([measure() for _ in range(repeats + 1)][1:])
-
-
-def dma(run: SectionRun) -> None:
-    """Measures one chunk over the bus, in every way the engine has, and back."""
-    context = Context(run)
-    placement, sizes = context.placement, context.sizes
-    model, tokens = sizes.models[-1].decoder, sizes.stored[1]
-    dim = model.hidden // model.heads
-    shape = (model.layers, 2, model.kv_heads, tokens, dim)
-    words = f"{tokens} tokens of {model.layers} layers"
-    on_device = torch.zeros(shape, dtype=placement.dtype, device=placement.device)
-    host = torch.empty(shape, dtype=placement.dtype, pin_memory=placement.device.type == "cuda")
-    pageable = torch.zeros(shape, dtype=placement.dtype)
-
-    def layers() -> None:
-        for layer in range(shape[0]):
-            on_device[layer].copy_(host[layer], non_blocking=True)
-
-    readback = readback_for(placement.device)
-
-    def save() -> None:
-        with readback.behind(readback.mark()):
-            readback.to_host(on_device)
-
-    for measured, how, work in (
-        ("host to device", "copy, pageable", lambda: on_device.copy_(pageable)),
-        ("host to device", "copy, pinned", lambda: on_device.copy_(host, non_blocking=True)),
-        ("host to device", "layer by layer, pinned", layers),
-        ("device to host", "one copy, pinned", lambda: host.copy_(on_device, non_blocking=True)),
-        ("device to host", "one copy, pageable", lambda: pageable.copy_(on_device)),
-        ("device to host", "as a compiled chunk is read back", save),
-    ):
-        taken = median_seconds(work, placement, sizes.kernel_repeats)
-        rate, cost = on_device.nbytes / 1e9 / taken, Cost(bus=on_device.nbytes)
-        context.rate(measured, words, how, rate, taken, cost, "GB/s")
-    if placement.device.type == "cuda":
-        _pinning(context, on_device.nbytes, words)
-
-
-def _pinning(context: Context, size: int, words: str) -> None:
-    """Measures the cost of registering host memory, and how much of it torch really allocates."""
-    began = time.perf_counter()
-    kept = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    taken = time.perf_counter() - began
-    context.run.row(
-        "pinning host memory", words, "the first time", round(taken * 1e3, 3), "ms", bytes=kept.nbytes
-    )

@@ -13,7 +13,7 @@ from mpic_lab.gpu.supervise import SectionRun, installed
 
 PACKAGES = (
     "torch", "triton", "transformers", "numpy", "safetensors", "tokenizers", "psutil", "xxhash", "pillow",
-    "vllm", "flash-attn", "flashinfer-python", "pytest", "hypothesis",
+    "pytest", "hypothesis",
 )  # fmt: skip
 QUERY = "driver_version,clocks.max.sm,clocks.max.mem,power.limit,memory.total,pcie.link.gen.max,pcie.link.width.max"
 

@@ -9,22 +9,21 @@ from pathlib import Path
 
 import torch
 
-from mpic.engine.native.engine import NativeEngine
+from mpic.engine.base import Engine
 from mpic.library import Library
-from mpic.model.loaded import LoadedModel
-from mpic.model.selftest import MOST, TOLERANCE, self_test
 from mpic_lab.bench.harness import BenchDevice
 from mpic_lab.bench.workload import (
     PAGE,
     DecoderShape,
     Ids,
-    engine_for,
+    compile_all,
     prompt_of,
     random_model,
     request_of,
     text_chunk,
 )
 from mpic_lab.gpu.context import Context
+from mpic_lab.gpu.models import MOST, TOLERANCE, LoadedModel, native_engine, self_test
 from mpic_lab.gpu.supervise import SectionRun
 
 
@@ -40,6 +39,14 @@ def self_tests(run: SectionRun) -> None:
             0.0,
             "tokens that differ",
         )
+    context.check(
+        "engine check",
+        "a batch of answers over two chunks: the same tokens with CUDA graphs and without",
+        context.attention,
+        functools.partial(_batches, context),
+        0.0,
+        "answers that differ",
+    )
     for model in context.sizes.models:
         loaded = model.build(context.placement)
         for attention in ("auto", "triton"):
@@ -61,19 +68,40 @@ def _self_test(loaded: LoadedModel, attention: str) -> float:
     return self_test(loaded)
 
 
-def _reuses(context: Context, attention: str) -> float:
-    """Returns how many tokens differ between ``full`` and ``reuse`` of a chunk that begins the prompt, which is exact:
-    from the device, then in a new engine that reads the chunk's file."""
+def _small(context: Context, attention: str) -> tuple[LoadedModel, int]:
+    """Returns a small model in float32, and the size of its vocabulary."""
     placement = BenchDevice(context.placement.device, torch.float32)
     decoder = DecoderShape(
         layers=2, hidden=256, heads=4, intermediate=256, kv_heads=2, vocabulary=1000, context=2048
     )
     loaded = LoadedModel(random_model(decoder, placement, gain=4.0, seed=3), None, "check")
     loaded.choose_attention(attention)
-    ids, tokens = Ids(decoder.vocabulary), 4 if context.run.quick else 24
+    return loaded, decoder.vocabulary
+
+
+def _batches(context: Context) -> float:
+    """Returns how many answers of a batch differ between decoding in CUDA graphs and without."""
+    loaded, vocabulary = _small(context, context.attention)
+    ids, tokens, count = Ids(vocabulary), 4 if context.run.quick else 48, 2 if context.run.quick else 8
+    chunks = ids.chunks(2, 16)
+    prompts = [ids.framed(chunks, 8) for _ in range(count)]
+    answers = []
+    for graphs in ("on", "off"):
+        with native_engine(loaded, 2048 + count * 1024, max_running=count, cuda_graphs=graphs) as engine:
+            compile_all(engine, chunks)
+            streams = [engine.submit(request_of(prompt, "reuse", tokens)) for prompt in prompts]
+            answers.append([list(stream.result().token_ids) for stream in streams])
+    return float(sum(a != b for a, b in zip(*answers, strict=True)))
+
+
+def _reuses(context: Context, attention: str) -> float:
+    """Returns how many tokens differ between ``full`` and ``reuse`` of a chunk that begins the prompt, which is exact:
+    from the device, then in a new engine that reads the chunk's file."""
+    loaded, vocabulary = _small(context, attention)
+    ids, tokens = Ids(vocabulary), 4 if context.run.quick else 24
     chunk, text = text_chunk(ids.fresh(20 if context.run.quick else 100)), ids.fresh(30)
 
-    def answer(engine: NativeEngine, policy: str) -> list[int]:
+    def answer(engine: Engine, policy: str) -> list[int]:
         stream = engine.submit(request_of(prompt_of(chunk, text), policy, tokens))
         return list(stream.result().token_ids)
 
@@ -82,11 +110,11 @@ def _reuses(context: Context, attention: str) -> float:
         Library.open(Path(folder, "l")) as library,
     ):
         # closing the engine writes unsaved chunks
-        with engine_for(loaded, 64 * PAGE, library.store) as engine:
+        with native_engine(loaded, 64 * PAGE, library.store) as engine:
             expected = answer(engine, "full")
             engine.compile(chunk).result()
             found = [answer(engine, "reuse")]
-        with engine_for(loaded, 64 * PAGE, library.store) as engine:
+        with native_engine(loaded, 64 * PAGE, library.store) as engine:
             found.append(answer(engine, "reuse"))
     lengths = [len(answer) for answer in (expected, *found)]
     if set(lengths) != {tokens}:

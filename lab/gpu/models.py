@@ -1,15 +1,27 @@
-"""Decoders with the shapes of real models and random weights, made on the device."""
+"""Decoders with the shapes of real models and random weights, made on the device, and the engine on them.
+
+A model of 7 B parameters is not saved first, as the benches save theirs: this is the only module of the laboratory's
+measurements that makes a ``LoadedModel`` and an engine itself.
+"""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import transformers as tf
 
+from mpic.engine.native.engine import NativeEngine
+from mpic.kv.store import ChunkStore
 from mpic.model.loaded import LoadedModel
+from mpic.model.selftest import MOST, TOLERANCE, self_test
 from mpic_lab.bench.harness import BenchDevice
-from mpic_lab.bench.workload import DecoderShape, made_on
+from mpic_lab.bench.workload import PAGE, DecoderShape, made_on
+
+__all__ = ["LLAVA", "MOST", "QWEN", "TOLERANCE", "LoadedModel", "ModelShape", "native_engine", "self_test"]
 
 
 @dataclass(frozen=True)
@@ -49,3 +61,18 @@ class ModelShape:
 
 LLAVA = ModelShape("LLaVA-1.6-7B shape", DecoderShape(32, 4096, 32, 11008, 32, 32_064))
 QWEN = ModelShape("Qwen2.5-VL-7B shape", DecoderShape(28, 3584, 28, 18944, 4, 152_064), side=48)
+
+
+@contextmanager
+def native_engine(
+    loaded: LoadedModel, tokens: int, store: ChunkStore | None = None, **options: object
+) -> Iterator[NativeEngine]:
+    """Starts the engine on a model in this process, with a pool that has room for ``tokens``, and closes it at the
+    end."""
+    engine = NativeEngine(loaded, store, pages=-(-tokens // PAGE), page_size=PAGE, **options)
+    try:
+        yield engine
+    finally:
+        engine.close()
+        del engine
+        gc.collect()

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from mpic.engine.base import GenerationUsage
-from mpic.model.loaded import LoadedModel
 from mpic_lab.bench.harness import BenchDevice, Row, median_seconds
 from mpic_lab.eval.flops import Flops
 
@@ -79,12 +79,13 @@ def against(top: Ceilings | None, cost: Cost, taken: float, value: float, unit: 
 class Costs:
     """Counts the work of one model."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
-        self._flops = Flops(loaded)
-        size = loaded.dtype.itemsize
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self._flops = Flops(model)
+        size, config = dtype.itemsize, model.config.get_text_config()
         self.weights = (self._flops.layers * self._flops.layer + self._flops.head) / 2 * size
         """Bytes of the linear layers and of the output projection, which every step reads."""
-        self.token = loaded.shape.per_token * size
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.token = config.num_hidden_layers * 2 * config.num_key_value_heads * dim * size
         """Bytes of a token's keys and values in all layers."""
 
     def prefill(self, usage: GenerationUsage) -> Cost:

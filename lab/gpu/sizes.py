@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mpic_lab.bench.workload import DecoderShape
-from mpic_lab.gpu.attention_cases import Case
+from mpic_lab.gpu.attention_cases import DECODE, PREFILL, Case
 from mpic_lab.gpu.models import LLAVA, QWEN, ModelShape
 
 BASE, LINK = "prefix", "mpic-32"
@@ -23,15 +23,6 @@ class ImagePrompts:
     repeats: int = 2
 
 
-_CASES = (
-    Case("prefill, LLaVA", 32, 32, 128, 520, 1, 10, 2304),
-    Case("prefill, Qwen", 28, 4, 128, 520, 1, 10, 2304),
-    Case("decode, LLaVA", 32, 32, 128, 1, 8, 4, 2304),
-    Case("decode, Qwen", 28, 4, 128, 1, 8, 4, 2304),
-    Case("decode shared, Qwen", 28, 4, 128, 1, 8, 4, 2304, shared=True),
-)
-
-
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of the measurements in all sections.
@@ -44,9 +35,7 @@ class Sizes:
         contexts: lengths of contexts in sets. A batch whose contexts need more sets than there are is left out, with a
             note.
         links, headline: prompts of images in those sections.
-        cases: attention of one layer.
-        dims, groups: head sizes, and query heads a key head, that the device's own attention is checked with.
-        kernels: dtype, head size and group that Triton is checked with, each of which is compiled for seconds.
+        cases: a prefill and a decoding step of one layer, for ``tuning``.
         stored: chunks that ``loads`` keeps on disk, and tokens of each.
         blocks, singles: candidates of ``tuning``.
     """
@@ -56,20 +45,6 @@ class Sizes:
     matmul: int = 8192
     repeats: int = 3
     kernel_repeats: int = 20
-    dims: tuple[int, ...] = (64, 80, 96, 128, 256)
-    groups: tuple[int, ...] = (1, 4, 7)
-    kernels: tuple[tuple[str, int, int], ...] = (
-        ("bfloat16", 128, 1),
-        ("bfloat16", 128, 7),
-        ("bfloat16", 128, 4),
-        ("bfloat16", 64, 1),
-        ("float32", 128, 4),
-        ("float16", 128, 4),
-        ("bfloat16", 96, 1),
-        ("bfloat16", 80, 1),
-        ("bfloat16", 256, 2),
-        ("float32", 64, 1),
-    )
     chunk: int = 512
     set_chunks: int = 8
     sets: int = 64
@@ -81,8 +56,8 @@ class Sizes:
         ImagePrompts((8,), tokens, (LINK, "reuse"), repeats=3) for tokens in (576, 2880)
     )
     headline: ImagePrompts = ImagePrompts()
-    cases: tuple[Case, ...] = _CASES
     stored: tuple[int, int] = (8, 2880)
+    cases: tuple[Case, ...] = (PREFILL, DECODE)
     blocks: tuple[tuple[int, ...], ...] = (
         (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3),
     )  # fmt: skip
@@ -100,9 +75,6 @@ QUICK = Sizes(
     matmul=64,
     repeats=1,
     kernel_repeats=1,
-    dims=(32,),
-    groups=(1, 4),
-    kernels=(("float32", 32, 4), ("bfloat16", 32, 1)),
     chunk=16,
     set_chunks=2,
     sets=4,

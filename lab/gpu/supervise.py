@@ -37,7 +37,6 @@ class Section:
         target: ``module:function``; the function takes a ``SectionRun``.
         limit: seconds after which the section's process is killed.
         needs: packages without which it cannot run.
-        named: on a CPU it runs only when it is named, because it takes minutes there.
     """
 
     name: str
@@ -45,7 +44,6 @@ class Section:
     limit: float
     summary: str
     needs: tuple[str, ...] = ()
-    named: bool = False
 
     def missing(self) -> list[str]:
         return [package for package in self.needs if not installed(package)]

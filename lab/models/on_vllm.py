@@ -21,6 +21,7 @@ from mpic.engine.vllm.frontend.options import prepare_environment
 from mpic.errors import ModelRefused, MPICError
 from mpic.kv.chunk import ChunkInputs
 from mpic.model.refusals import refuse_on_vllm
+from mpic_lab.llava_folder import published_name
 from mpic_lab.models.check import LIMIT, Row, over_policies, text_prompt
 from mpic_lab.models.instances import build, class_names, one_line, shortened
 from mpic_lab.models.on_vllm_images import (
@@ -33,7 +34,6 @@ from mpic_lab.models.on_vllm_images import (
     images_of,
 )
 from mpic_lab.oracle import StockOracle
-from mpic_lab.train.model import published_name
 
 SIZES = {
     "hidden_size": 128,

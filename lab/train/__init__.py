@@ -1,1 +1,1 @@
-"""Trains the demo models on generated data (`mpic train`)."""
+"""Trains adapters of any model (`mpic train packet`)."""

@@ -1,4 +1,4 @@
-"""`mpic train mllm | clip | packet | score | card`."""
+"""`mpic train packet`."""
 
 from __future__ import annotations
 
@@ -10,98 +10,21 @@ import typer
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    help="Train the demo models on generated data, and adapters of any model.",
+    help="Train adapters of any model.",
 )
 
-Out = Annotated[Path, typer.Option(help="folder for checkpoints, curves and the finished model")]
-Resume = Annotated[bool, typer.Option("--resume", help="continue from the checkpoint in --out")]
-Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto takes a GPU if there is one")]
+GONE = (
+    "the bundled models are trained no more; the trainers that made them are in the history of the repository "
+    "(docs/demo-model.md)"
+)
+
+
+@app.callback()
+def commands() -> None:
+    """Keeps `packet` the name of a command while it is the only one."""
+
+
 Seed = Annotated[int, typer.Option(help="seed of weights and data")]
-
-
-@app.command()
-def mllm(
-    out: Out = Path("mllm-run"),
-    minutes: Annotated[float, typer.Option(help="wall-clock budget of all stages")] = 80.0,
-    steps: Annotated[int | None, typer.Option(help="steps of all stages, instead of minutes")] = None,
-    workers: Annotated[int, typer.Option(help="processes; 0: one a core, at most four, or one on a GPU")] = 0,
-    tokens: Annotated[int, typer.Option(help="tokens a step and worker")] = 2048,
-    init: Annotated[str, typer.Option(help="structured or plain initial weights")] = "structured",
-    start: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True, file_okay=False, help="go on from this finished `plain` model; give another --seed"
-        ),
-    ] = None,
-    tower: Annotated[
-        Path | None,
-        typer.Option(exists=True, file_okay=False, help="begin with the vision tower of this finished model"),
-    ] = None,
-    generation: Annotated[
-        int, typer.Option(min=1, max=2, help="2: 576 tokens an image, 8,192 of context, attention sinks")
-    ] = 1,
-    device: Device = "auto",
-    seed: Seed = 0,
-    resume: Resume = False,
-) -> None:
-    """Train the multimodal model: OUT/plain (causal attention only) and OUT/pic (with the PIC-aware phase)."""
-    from mpic_lab.train.mllm import Settings, train_mllm
-
-    if init not in ("structured", "plain"):
-        raise typer.BadParameter("structured or plain", param_hint="--init")
-    if tower and start:
-        raise typer.BadParameter("a run that goes on from --start keeps its own tower", param_hint="--tower")
-    train_mllm(
-        Settings(out, minutes, steps, device, workers, tokens, init, tower, start, seed, generation, resume)
-    )
-    typer.echo(f"{out / 'pic'} and {out / 'plain'} are ready; curves in {out / 'curves.png'}")
-
-
-@app.command()
-def clip(
-    out: Out = Path("clip-run"),
-    steps: Annotated[
-        int, typer.Option(min=1, help="batches; the learning rate falls to zero over them")
-    ] = 1300,
-    images: Annotated[int, typer.Option(min=2, help="pictures with a query each in a batch")] = 96,
-    texts: Annotated[int, typer.Option(min=2, help="text-text pairs in a batch")] = 40,
-    muon_lr: Annotated[
-        float, typer.Option(help="learning rate of the matrices inside the transformers")
-    ] = 0.02,
-    adam_lr: Annotated[float, typer.Option(help="learning rate of everything else")] = 2e-3,
-    precision: Annotated[str, typer.Option(help="fp32, or bf16 (automatic mixed precision)")] = "fp32",
-    threads: Annotated[int, typer.Option(help="CPU threads; 0: as many as torch likes")] = 0,
-    start: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True, file_okay=False, help="go on from this finished model; give another --seed"
-        ),
-    ] = None,
-    generation: Annotated[
-        list[int] | None, typer.Option(min=1, max=2, help="of the pictures; default: both, in equal parts")
-    ] = None,
-    device: Device = "auto",
-    seed: Seed = 0,
-    resume: Resume = False,
-) -> None:
-    """Train the image and text embedder of the retriever: a small open_clip model.
-
-    About ten minutes of one core. OUT becomes a folder that open_clip loads as `local-dir:OUT`, with the training
-    curves and scores.json: recall@1 over held-out items and over the bundled reference sets. An interrupted run resumes
-    with `--resume` from its last evaluation.
-    """
-    from mpic_lab.train import clip_scores
-    from mpic_lab.train.clip import Settings, train_clip
-
-    if precision not in ("fp32", "bf16"):
-        raise typer.BadParameter("fp32 or bf16", param_hint="--precision")
-    chosen = {"images": images, "texts": texts, "precision": precision, "threads": threads, "start": start}
-    chosen["generations"] = tuple(sorted(set(generation or (1, 2))))
-    rates = {"muon_lr": muon_lr, "adam_lr": adam_lr}
-    train_clip(Settings(out=out, steps=steps, device=device, seed=seed, resume=resume, **rates, **chosen))
-    for name, value in clip_scores.write(out)["held out: recall@1 over 200 items, five draws"].items():
-        typer.echo(f"{name:32s} recall@1 {100 * value['mean']:5.1f} %")
-    typer.echo(f"{out} is ready: open_clip.create_model_and_transforms('local-dir:{out}')")
 
 
 @app.command()
@@ -171,53 +94,13 @@ def packet(
     typer.echo(f"{settings.out / 'adapter.safetensors'} is ready: {adapter.digest[:12]}")
 
 
-@app.command()
-def score(
-    folder: Annotated[
-        Path, typer.Argument(exists=True, file_okay=False, help="a model that `mpic train mllm` wrote")
-    ],
-    size: Annotated[int, typer.Option(min=1, help="questions a cell")] = 200,
-    minutes: Annotated[float | None, typer.Option(help="begin no cell after this long")] = None,
-    workers: Annotated[
-        int, typer.Option(min=0, help="processes; 0: one a core, at most four, or one on a GPU")
-    ] = 0,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="keep the cells that an interrupted run finished")
-    ] = False,
-    wordings: Annotated[
-        Literal["eval", "fresh", "free", "train"],
-        typer.Option(help="list of wordings to ask in; other lists than `eval` are scored in scores-LIST.*"),
-    ] = "eval",
-) -> None:
-    """Held-out exact match under full attention and under reuse: FOLDER/scores.json and scores.md.
-
-    Questions over the same images and documents are answered together, up to eight; the tables say how many
-    conversations the questions of a cell come from. Sprites, names and handles are held out in any case. The wordings
-    are too, unless `--wordings train`: what they cost is the difference.
-    """
-    from mpic_lab.train.evaluate import evaluate, markdown, write_report
-
-    result = evaluate(folder, size, minutes=minutes, workers=workers, resume=resume, asking=wordings)
-    write_report(result, folder)
-    typer.echo(markdown(result))
+def _refuse(former: str) -> None:
+    @app.command(
+        former, hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
+    )
+    def refused() -> None:
+        raise typer.BadParameter(f"there is no `mpic train {former}` any more: {GONE}")
 
 
-@app.command()
-def card(
-    folder: Annotated[
-        Path, typer.Argument(exists=True, file_okay=False, help="a model that `mpic train score` has scored")
-    ],
-    run: Annotated[Path, typer.Option(exists=True, file_okay=False, help="--out of the run that trained it")],
-    command: Annotated[str, typer.Option(help="the command that trained it")],
-    machine: Annotated[str, typer.Option(help="what it was trained on")],
-    notes: Annotated[
-        Path, typer.Option(exists=True, dir_okay=False, help="Markdown for the section `What to know`")
-    ],
-    plain: Annotated[bool, typer.Option("--plain", help="it had no PIC-aware phase")] = False,
-    continued: Annotated[str, typer.Option(help="what the run went on from, if --start was given")] = "",
-) -> None:
-    """Write a model's card, FOLDER/README.md, from its scores and the log of its run."""
-    from mpic_lab.train.card import write_card
-
-    write_card(folder, run, not plain, machine, command, notes.read_text().strip(), continued)
-    typer.echo(f"{folder / 'README.md'} is written")
+for _former in ("mllm", "clip", "score", "card"):
+    _refuse(_former)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from mpic.errors import IntegrityError
 from mpic.model.identity import fingerprint, weights_digest
@@ -78,12 +79,12 @@ class Settings:
         return {k: v for k, v in fields.items() if k not in ("out", "minutes")}
 
 
-def initial(model: LoadedModel, tokens: int, seed: int) -> Adapter:
+def initial(model: nn.Module, tokens: int, seed: int) -> Adapter:
     """Returns an untrained adapter: drawn from a normal with the mean and deviation of the embedding table."""
-    table = model.model.get_input_embeddings().weight.detach().float().cpu()
+    table = model.get_input_embeddings().weight.detach().float().cpu()
     generator = torch.Generator().manual_seed(seed)
     soft = torch.randn(2 * tokens, table.shape[1], generator=generator) * table.std() + table.mean()
-    return Adapter(soft[:tokens].clone(), soft[tokens:].clone(), weights_digest(model.model))
+    return Adapter(soft[:tokens].clone(), soft[tokens:].clone(), weights_digest(model))
 
 
 def loss_of(lesson: Lesson, student: torch.Tensor, objective: str) -> torch.Tensor:
@@ -109,7 +110,7 @@ class PacketTrainer:
     def __init__(self, model: LoadedModel, settings: Settings, resume: bool, say: Say = print) -> None:
         self.model, self.settings, self.say = model, settings, say
         self.before = fingerprint(model.model)
-        start = initial(model, settings.tokens, settings.seed)
+        start = initial(model.model, settings.tokens, settings.seed)
         self.weights = start.model
         self.header = start.header.clone().requires_grad_()
         self.trailer = start.trailer.clone().requires_grad_()

@@ -19,13 +19,13 @@ from mpic_lab.bench.workload import (
     DecoderShape,
     Ids,
     compile_all,
-    engine_for,
     first_token,
     prompt_of,
     random_model,
     request_of,
     text_chunk,
 )
+from mpic_lab.gpu.models import native_engine
 
 SHAPE = DecoderShape(
     layers=3, hidden=256, heads=4, kv_heads=2, intermediate=512, vocabulary=500, context=4096
@@ -53,7 +53,7 @@ def _logits(loaded, attention, policy):
     ids, seen = Ids(SHAPE.vocabulary), []
     chunks = [text_chunk(ids.fresh(150)), text_chunk(ids.fresh(90))]
     prompt = prompt_of(ids.fresh(20), chunks[0], ids.fresh(200), chunks[1], ids.fresh(80))
-    with engine_for(loaded, 2048) as engine:
+    with native_engine(loaded, 2048) as engine:
         compile_all(engine, chunks)
         commit = engine._commit
 

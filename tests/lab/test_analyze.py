@@ -34,7 +34,7 @@ POLICIES = ["full", "reuse", "mpic-3", "attnlink-4", "legolink-0", "packet", "pa
 @pytest.mark.parametrize("name", ["llama", "qwen2_vl", "qwen3_vl"])
 def test_keys_and_values_of_a_link_are_the_oracles(name, policy):
     prompt, fam, policy = case(name), family(name), parse_policy(policy)
-    linker = DenseLinker(fam.loaded, initial(fam.loaded, 3, 0))
+    linker = DenseLinker(fam.loaded, initial(fam.loaded.model, 3, 0))
     linked = linker.link(prompt, policy)
     made = [linker.inputs(chunk) for chunk in prompt.chunks]
     if policy.wrapping.packet:
@@ -80,7 +80,7 @@ def test_measures_are_shares_and_distances():
 
 def test_attention_to_packets_is_counted_beside_attention_to_bare_chunks_token_by_token():
     fam = family("llama")
-    linker = DenseLinker(fam.loaded, initial(fam.loaded, 3, 0))
+    linker = DenseLinker(fam.loaded, initial(fam.loaded.model, 3, 0))
     reuse, packet = (parse_policy(name) for name in ("reuse", "packet"))
     prompt = prompt_of(ids(2, 5), text_chunk(ids(1, 40)), ids(3, 2), text_chunk(ids(4, 36)), ids(5, 4))
     found = PacketAttention(linker, (reuse, packet), 2)

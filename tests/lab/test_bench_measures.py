@@ -21,7 +21,6 @@ from mpic_lab.bench import (
     decode,
     disk,
     flat,
-    load,
     memory,
     parallel,
     peak,
@@ -30,6 +29,7 @@ from mpic_lab.bench import (
     ttft,
 )
 from mpic_lab.bench.baseline import StockGenerator, floors
+from mpic_lab.bench.checkpoint import make_model
 from mpic_lab.bench.harness import (
     BENCHES,
     BenchFailed,
@@ -41,7 +41,7 @@ from mpic_lab.bench.harness import (
 )
 from mpic_lab.bench.merge import earlier
 from mpic_lab.bench.results import as_json
-from mpic_lab.bench.workload import Ids, make_pair
+from mpic_lab.bench.workload import Ids
 
 
 def test_columns_take_turns_in_starting_a_round_and_the_first_round_is_cold():
@@ -78,9 +78,9 @@ def test_memory_fails_when_an_answer_depends_on_its_company(monkeypatch):
 
         def changed(request):
             stream = submit(request)
-            result = stream.result
-            stream.result = lambda: result()._replace(token_ids=(next(answers),))
-            return stream
+            return Mock(
+                id=stream.id, __iter__=lambda _: (d._replace(token_ids=(next(answers),)) for d in stream)
+            )
 
         engine.submit = changed
 
@@ -185,28 +185,20 @@ def test_the_reach_of_a_policy_lies_between_the_sizes_that_were_measured():
     assert [flat.reach(needs, budget) for budget in (5.0, 20.0, 70.0, 99.0)] == [50, 150, 400, 400]
 
 
-def test_stock_and_hooked_model_share_their_weights_and_the_stock_one_is_untouched():
-    pair = make_pair(TINY, CPU)
-    ours = dict(pair.loaded.model.named_parameters())
-    theirs = dict(pair.stock.named_parameters())
-    assert all(theirs[name].data_ptr() == p.data_ptr() for name, p in ours.items())
-    assert pair.stock.config._attn_implementation == "sdpa"
-
-
 def test_the_masked_floors_compute_what_a_plain_forward_computes(monkeypatch):
     """A floor that ignored its cache would measure something else, so all floors but the unmasked one must agree."""
-    pair = make_pair(TINY, CPU, gain=4.0)
+    model = make_model(TINY, CPU, gain=4.0)
     ids = Ids(300).fresh(5)
     seen = []
-    forward = type(pair.stock).forward
+    forward = type(model.stock).forward
 
     def spy(self, *args, **kwargs):
         out = forward(self, *args, **kwargs)
         seen.append(out.logits[0, -1])
         return out
 
-    monkeypatch.setattr(type(pair.stock), "forward", spy)
-    ways = floors(pair.stock, pair.loaded.shape, lambda n: ids, 5, 40, lambda: None)
+    monkeypatch.setattr(type(model.stock), "forward", spy)
+    ways = floors(model.stock, TINY, lambda n: ids, 5, 40, lambda: None)
     for way in ways.values():
         assert way() > 0 and way() > 0
     unmasked, unmasked_again, ready, _, static, static_again = seen
@@ -256,16 +248,16 @@ def test_growth_is_told_at_sixteen_times_the_fewest_tokens_whatever_was_measured
 
 @pytest.mark.parametrize("kind", decode.CACHES)
 def test_the_baseline_generates_every_token_over_its_filled_cache(kind, monkeypatch):
-    pair = make_pair(TINY, CPU)
+    model = make_model(TINY, CPU)
     lengths = []
-    forward = type(pair.stock).forward
+    forward = type(model.stock).forward
 
     def spy(self, *args, **kwargs):
         lengths.append((kwargs["input_ids"].shape[1], int(kwargs["past_key_values"].get_seq_length())))
         return forward(self, *args, **kwargs)
 
-    monkeypatch.setattr(type(pair.stock), "forward", spy)
-    baseline = StockGenerator(pair.stock, pair.loaded.shape, kind, 2, 30, 4)
+    monkeypatch.setattr(type(model.stock), "forward", spy)
+    baseline = StockGenerator(model.stock, TINY, kind, 2, 30, 4)
     for _ in range(2):
         lengths.clear()
         assert baseline() > 0
@@ -288,12 +280,6 @@ def test_ttft_fails_when_a_policy_recomputes_another_number_of_tokens_than_its_c
     monkeypatch.setattr(ttft, "request_of", another)
     with pytest.raises(BenchFailed, match="mpic-16: reused 66 of 34 expected"):
         BENCHES["ttft"].run(SETTINGS["ttft"], CPU, Ticker())
-
-
-def test_load_fails_when_what_was_read_is_not_what_was_stored(monkeypatch):
-    monkeypatch.setattr(load, "LoaderAlone", lambda store, threads: Mock(return_value=(1.0, 1.0)))
-    with pytest.raises(BenchFailed, match="not what was stored"):
-        BENCHES["load"].run(SETTINGS["load"], CPU, Ticker())
 
 
 def test_parallel_fails_when_the_chunks_did_not_come_from_the_disk(monkeypatch):

@@ -14,7 +14,6 @@ from pathlib import Path
 import bare_site
 import pytest
 
-from mpic_lab.bench.harness import Series
 from mpic_lab.gpu import host, record, sections, suite
 from mpic_lab.gpu.supervise import Section, SectionRun, Supervisor
 
@@ -146,22 +145,14 @@ def script():
 
 def test_what_ended_well_is_not_run_again_unless_it_is_named(tmp_path):
     out = tmp_path / "rows.jsonl"
-    for name, status in (("machine", "ok"), ("ceilings", "ok"), ("copies", "ok"), ("kernels", "failed")):
+    for name, status in (("machine", "ok"), ("ceilings", "ok"), ("link", "ok"), ("decode", "failed")):
         record.append(out, {"event": "end", "section": name, "status": status, "seconds": 1})
     names = [section.name for section in script().chosen("", out)]
-    assert "copies" not in names and "kernels" in names
+    assert "link" not in names and "decode" in names
     assert names[:2] == ["machine", "ceilings"]  # the machine and its software may be others now
     assert [section.name for section in script().chosen("machine", out)] == ["machine"]
     with pytest.raises(SystemExit, match="no sections"):
         script().chosen("machine,nothing", out)
-
-
-def test_sections_that_start_vllm_run_on_a_cpu_only_when_they_are_named(tmp_path):
-    out, vllm = tmp_path / "rows.jsonl", ["vllm", "vllm-decode", "vllm-bench"]
-    everywhere = [section.name for section in script().chosen("", out)]
-    assert everywhere[-3:] == vllm
-    assert [section.name for section in script().chosen("", out, "cpu")] == everywhere[:-3]
-    assert [section.name for section in script().chosen(",".join(vllm), out, "cpu")] == vllm
 
 
 def test_rows_of_another_device_are_not_mixed_into_a_file(tmp_path):
@@ -199,13 +190,6 @@ def test_a_summary_names_the_sections_of_other_software(tmp_path):
     assert "different software" not in record.summary(lines[:5])
 
 
-def test_a_row_of_the_bench_inside_vllm_has_its_median_in_its_own_unit():
-    warm = Series(9.0, [1.0, 2.0, 3.0])
-    assert suite.figure_of({"table": "t", "computed": 5, **warm.row()}) == (2.0, "ms")
-    assert suite.figure_of({"table": "decoding", **warm.row("tokens_s")}) == (2.0, "tokens/s")
-    assert suite.figure_of({"table": "t", "load_ms": 3.5}) == (None, "")
-
-
 def test_every_section_has_a_time_and_together_they_leave_a_margin():
     assert len({section.name for section in sections.SECTIONS}) == len(sections.SECTIONS)
     assert all(0 < section.limit <= 300 for section in sections.SECTIONS)
@@ -218,7 +202,7 @@ def test_the_test_files_that_a_section_runs_are_there():
 # ---- a bare machine
 
 ABSENT = ["mpic", "faiss", "fastapi", "platformdirs", "vllm", "pip", "rich", "aiofiles", "pydantic"]
-CHOSEN = "machine,ceilings,copies,dma,attention,tests,vllm"
+CHOSEN = "machine,ceilings,tuning,tests"
 ALONE = f"""
 import importlib, importlib.util, runpy, sys
 present = [name for name in {ABSENT!r} if importlib.util.find_spec(name)]
@@ -254,14 +238,13 @@ def test_a_bare_machine_imports_every_section_and_the_script_comes_to_its_end(tm
     assert said.startswith(str(ROOT / "kernels" / "__init__.py"))  # the package of the checkout
     lines, log = record.read(out), Path(f"{out}.log")
     ends = record.ends(lines)
-    for name in ("machine", "ceilings", "copies", "dma", "attention"):
+    for name in ("machine", "ceilings", "tuning"):
         assert ends[name]["status"] == "ok", log.read_text()
-    for name, package in (("tests", "pytest"), ("vllm", "vllm")):
-        assert ends[name]["status"] == "left out" and package in ends[name]["error"]
-    assert "not installed here: " in said and "vllm" in said
+    assert ends["tests"]["status"] == "left out" and "pytest" in ends["tests"]["error"]
+    assert "not installed here: " in said and "pytest" in said
     rows = record.latest(lines)
     assert {row["ceiling"] for row in rows if "ceiling" in row} == {"copy", "matmul", "to_device", "to_host"}
-    timed = [row for row in rows if row["section"] == "attention" and row["unit"] == "us"]
+    timed = [row for row in rows if row["section"] == "tuning" and row["unit"] == "us"]
     assert timed and all(row["predicted"] > 0 and row["ratio"] > 0 and row["bound"] for row in timed)
     assert all(set(record.COLUMNS) <= set(row) for row in rows)
     table = record.markdown(lines)
@@ -280,7 +263,7 @@ if __name__ == "__main__":
 
 
 def test_a_process_that_a_section_starts_finds_the_checkout_on_a_bare_machine(tmp_path):
-    """vLLM starts its engine in such processes. They import the script under another name, and never call it."""
+    """They import the script under another name, and never call it."""
     found, starter = tmp_path / "found.py", tmp_path / "starter.py"
     found.write_text("import mpic.kernels, mpic.kv.readback\nprint(mpic.kernels.__file__)\n")
     starter.write_text(SPAWNED)

@@ -146,7 +146,8 @@ def test_it_runs_on_small_files_in_the_same_formats(paper, tmp_path, tiny_model,
 
 def test_every_policy_press_and_metric_that_a_paper_compares_exists():
     loaded = {paper.stem: load_eval_config(paper) for paper in PAPERS}
-    assert set(loaded) == {"epic", "kvpacket", "mepic", "mpic"}
+    assert set(loaded) == {"epic", "epic-v1", "kvpacket", "mepic", "mpic"}
+    assert {"attnlink-20", "cacheblend-15"} <= set(loaded["epic-v1"].policies)
     assert {"legolink-2", "cacheblend-15"} <= set(loaded["epic"].policies)
     kvpacket = {"packet", "a3-30", "single", "packet+tova-50-0", "packet+tova-10-8-8", "single+tova-50-0"}
     assert kvpacket <= set(loaded["kvpacket"].policies)

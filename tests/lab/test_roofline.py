@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from mpic.engine.base import GenerationUsage
-from mpic.model.loaded import LoadedModel
 from mpic_lab.bench.harness import BenchDevice
 from mpic_lab.bench.workload import DecoderShape, random_model
-from mpic_lab.gpu.profile import busy
 from mpic_lab.gpu.roofline import Ceilings, Cost, Costs, against
 
 WHERE = BenchDevice(torch.device("cpu"), torch.float32)
@@ -19,7 +17,7 @@ TOP = Ceilings(copy=100.0, matmul=1000.0, to_device=10.0)
 
 @pytest.fixture(scope="module")
 def costs():
-    return Costs(LoadedModel(random_model(DECODER, WHERE), None, "random"))
+    return Costs(random_model(DECODER, WHERE), torch.float32)
 
 
 def test_the_roofline_is_what_the_scarcest_resource_needs():
@@ -55,8 +53,3 @@ def test_a_step_reads_the_weights_once_and_shared_tokens_once(costs):
 def test_a_step_of_one_row_computes_what_a_prefill_of_one_row_does(costs):
     usage = GenerationUsage(prompt_tokens=100, computed=1, attended=100)
     assert costs.prefill(usage).flops == costs.step(1, 100, 100).flops
-
-
-def test_the_device_is_busy_while_any_kernel_runs():
-    assert busy([(0, 2), (1, 3), (5, 6), (5.5, 5.7)]) == 4
-    assert busy([]) == 0

@@ -179,6 +179,34 @@ def test_samsum_examples_become_documents(folder):
     assert sample.messages[0]["content"][-1]["text"].endswith(SAMSUM["input"])
 
 
+def test_emrqa_as_it_is_published_has_lines_and_wordings_in_lists(folder):
+    qa = {
+        "id": [["1", "2"]],
+        "question": ["Any pain?", "Is there pain?"],
+        "answers": [{"text": "chest pain"}, {"text": ""}],
+    }
+    note = {"note_id": "7", "context": ["Record date: 2067\n", "Has chest pain.\n"], "qas": [qa, qa]}
+    samples = load(folder, "emrqa", {"data": [{"title": "medication", "paragraphs": [note]}]}, chunks=1)
+    assert sorted(sample.id for sample in samples) == ["0", "1"]
+    for sample in samples:
+        said = json.dumps(sample.messages)
+        assert sample.expected == ("chest pain",) and "Any pain?" in said and "Is there pain?" not in said
+        assert "Record date: 2067\\nHas chest pain." in said
+
+
+def test_rulers_newer_lines_have_context_and_question_apart(folder):
+    entry = {"context": "hay\nThe number of fox is 512.\nhay", "question": "What is the number of fox?"}
+    entry |= {"answer_prefix": " The number is", "answer": ["512"]}
+    (new,) = load(folder, "ruler-niah", entry, split="none")
+    older = {
+        "input": f"{entry['context']}\n{entry['question']}",
+        "outputs": ["512"],
+        "answer_prefix": " The number is",
+    }
+    assert [new] == load(folder, "ruler-niah", older, split="none") and new.expected == ("512",)
+    assert load(folder, "ruler-niah", entry | {"answer": "512"}, split="none") == [new]
+
+
 def test_squad_asks_what_can_be_answered_over_its_own_text_and_others(folder):
     samples = load(folder, "squad", SQUAD, chunks=2)
     assert {s.id for s in samples} == {"Aa1", "Bb1", "Cc1"}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine_kit import adapter, family, ids, image_chunk, logits_of, prompt_of, request_of, text_chunk
 from families import random_image
+from typer.testing import CliRunner
 
 from mpic.engine.native.engine import NativeEngine
 from mpic.errors import ModelRefused
@@ -17,6 +18,7 @@ from mpic.model.identity import fingerprint
 from mpic.model.load import load_model
 from mpic.packet.adapter import load_adapter
 from mpic.prompt import ChatTemplate
+from mpic_lab.train.cli import app
 from mpic_lab.train.packet import (
     ADAPTER,
     CHECKPOINT,
@@ -208,3 +210,9 @@ def test_tasks_that_do_not_exist_or_do_not_apply_are_refused_before_the_model_is
 def test_a_model_whose_layers_see_less_than_everything_is_not_trained(name):
     with pytest.raises(ModelRefused, match="packets cannot be trained"):
         Classroom(family(name).loaded)
+
+
+@pytest.mark.parametrize("former", ["mllm", "clip", "score", "card"])
+def test_a_trainer_that_went_is_refused_naming_where_it_is(former):
+    done = CliRunner().invoke(app, [former, "--minutes", "2"], env={"COLUMNS": "300", "TERM": "dumb"})
+    assert done.exit_code == 2 and f"mpic train {former}" in done.output and "demo-model.md" in done.output

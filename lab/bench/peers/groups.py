@@ -34,15 +34,15 @@ class PeerGroup:
 
 @contextmanager
 def _in_process(weights: Weights, questions: Questions) -> Iterator[list[Peer]]:
-    """Starts MPIC's engine with every document compiled, and transformers; they share one copy of the weights."""
-    pair, settings = weights.pair(), weights.settings
+    """Starts MPIC's engine with every document compiled, and transformers."""
+    model, settings = weights.model, weights.settings
     tower = settings.tower if weights.images else None
     # room for the compiled documents, and for a long prompt while all that is to be found again is kept
     tokens = settings.kept_tokens + 2 * max(settings.length, settings.image_length)
-    with engine_for(pair.loaded, tokens) as engine:
+    with engine_for(model, tokens) as engine:
         compile_all(engine, questions.documents)
         peers: list[Peer] = [Native(engine, name.removeprefix("MPIC ")) for name in (PREFIX, *LINKS)]
-        yield [*peers, Stock(pair.stock, pair.loaded.shape, weights.placement, tower)]
+        yield [*peers, Stock(model.stock, settings.decoder, weights.placement, tower)]
 
 
 def _server(made: Callable[[Weights], Peer]) -> Start:

@@ -6,8 +6,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from mpic.engine.base import GenerationStream
-from mpic.engine.native.engine import NativeEngine
+from mpic.engine.base import Engine, GenerationStream
 from mpic.prompt.segments import ChunkSegment, Prompt
 from mpic.version import VERSION
 from mpic_lab.bench.harness import BenchFailed
@@ -19,11 +18,12 @@ from mpic_lab.bench.workload import first_token, request_of
 class Native:
     """The engine under one policy. Several policies share an engine, which its owner closes."""
 
-    def __init__(self, engine: NativeEngine, policy: str) -> None:
+    def __init__(self, engine: Engine, policy: str) -> None:
         self._engine, self._policy, self._turn = engine, policy, 0
         self.name = f"MPIC {policy}"
-        dtype = str(engine.model.dtype).removeprefix("torch.")
-        self.detail = f"mpic {VERSION}, {dtype}, attention {engine.info.attention}; in this process"
+        self.detail = (
+            f"mpic {VERSION}, {engine.info.dtype}, attention {engine.info.attention}; in this process"
+        )
 
     @property
     def _user(self) -> str:

@@ -10,12 +10,12 @@ import torch
 import transformers
 from torch import nn
 
-from mpic.kv.chunk import Chunk, KVShape
+from mpic.kv.chunk import Chunk
 from mpic.prompt.segments import Prompt
 from mpic_lab.bench.baseline import StockGenerator
 from mpic_lab.bench.harness import BenchDevice
 from mpic_lab.bench.peers.prompts import First, flat, parts
-from mpic_lab.bench.workload import IMAGE_TOKEN, TowerShape
+from mpic_lab.bench.workload import IMAGE_TOKEN, DecoderShape, TowerShape
 
 
 class Stock:
@@ -28,7 +28,7 @@ class Stock:
     name = "transformers"
 
     def __init__(
-        self, stock: nn.Module, shape: KVShape, placement: BenchDevice, tower: TowerShape | None = None
+        self, stock: nn.Module, shape: DecoderShape, placement: BenchDevice, tower: TowerShape | None = None
     ) -> None:
         self._stock, self._shape, self._placement, self._tower = stock, shape, placement, tower
         self._pixels = tower.processor().image_processor if tower else None

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import LlamaForCausalLM, PreTrainedModel
 
-from mpic.model.load import load_config, load_weights
 from mpic_lab.bench import checkpoint
 from mpic_lab.bench.harness import BenchDevice
 from mpic_lab.bench.peers.gguf_file import write_gguf
 from mpic_lab.bench.peers.prompts import Settings
-from mpic_lab.bench.workload import ModelPair, describe, pair_of, random_model
+from mpic_lab.bench.workload import BenchModel, describe, random_model
 
 
 @dataclass(frozen=True)
@@ -42,16 +40,10 @@ class Weights:
         """Name of the dtype of the weights."""
         return str(self.placement.dtype).removeprefix("torch.")
 
-    def pair(self) -> ModelPair:
-        """Loads the weights into this process, for MPIC and transformers, which share them."""
-        path = str(self.folder)
-        config = load_config(path, "auto", False)
-        device = self.placement.device
-        model: PreTrainedModel = load_weights(path, config, self.placement.dtype, False, device)
-        model = model.eval().requires_grad_(False)
-        model.generation_config.eos_token_id = None
-        model.generation_config.pad_token_id = 0
-        return pair_of(model, self.settings.decoder, self.settings.tower if self.images else None)
+    @property
+    def model(self) -> BenchModel:
+        """The weights as MPIC and transformers load them into this process, each a copy of its own."""
+        return BenchModel(self.folder, self.settings.decoder, self.placement, self.description)
 
 
 def write_weights(
@@ -69,12 +61,7 @@ def write_weights(
     model = random_model(decoder, placement, tower, seed=settings.seed)
     made = folder / ("images" if images else "text")
     path = made / "model"
-    if images:
-        checkpoint.save(model, decoder, path)  # type: ignore[arg-type]
-    else:
-        assert isinstance(model, LlamaForCausalLM)
-        model.save_pretrained(path)
-        checkpoint.tokenizer(decoder.vocabulary).save_pretrained(path)
+    checkpoint.save(model, decoder, path)
     file = made / "bench.gguf" if gguf else None
     if file is not None:
         write_gguf(model, file)  # type: ignore[arg-type]

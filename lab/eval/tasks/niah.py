@@ -59,16 +59,22 @@ def _haystack(options: Options, length: int, depth: int, needle: str) -> str:
 @task("ruler-niah", "RULER's needle tasks (one JSONL file)", "contains", reads_file=True)
 def niah(options: Options) -> Iterator[Sample]:
     """Uses the last line of the input as the question, and the text before it as the haystack, cut into pieces of
-    ``tokens``. Entries are ``{"index", "input", "outputs"}``."""
+    ``tokens``. Entries are ``{"index", "input", "outputs"}``, or have them apart: ``{"context", "question",
+    "answer_prefix", "answer"}``."""
     path = data_file(options, (".jsonl",))
     cut = in_pieces(options)
     for number, entry in enumerate(json_lines(path)):
         where = f"{path.name}, entry {number}"
-        haystack, line, question = field_of(entry, "input", where).rstrip("\n").rpartition("\n")
-        if not line:
-            raise TaskError(f"{where}: the input has one line only, so nothing to search")
+        if "context" in entry:
+            haystack, question = entry["context"], field_of(entry, "question", where)
+            outputs = field_of(entry, "answer", where)
+        else:
+            haystack, line, question = field_of(entry, "input", where).rstrip("\n").rpartition("\n")
+            if not line:
+                raise TaskError(f"{where}: the input has one line only, so nothing to search")
+            outputs = field_of(entry, "outputs", where)
         question += entry.get("answer_prefix", "")
-        outputs = tuple(str(o) for o in field_of(entry, "outputs", where))
+        outputs = tuple(map(str, [outputs] if isinstance(outputs, str) else outputs))
         yield Sample(
             str(entry.get("index", number)), ask(parts_of(haystack, cut), "", question), outputs, ANSWER
         )

@@ -38,17 +38,22 @@ def squad(options: Options) -> Iterator[Sample]:
     found = []
     for article in field_of(whole_json(path), "data", path.name):
         for paragraph in field_of(article, "paragraphs", path.name):
-            text = field_of(paragraph, "context", path.name)
+            lines = field_of(paragraph, "context", path.name)
+            text = lines if isinstance(lines, str) else "\n".join(line.rstrip("\n") for line in lines)
             for qa in field_of(paragraph, "qas", path.name):
-                answers = tuple(dict.fromkeys(a["text"] for a in qa.get("answers", ())))
+                answers = tuple(dict.fromkeys(a["text"] for a in qa.get("answers", ()) if a["text"]))
+                question, id = qa["question"], qa["id"]
+                if isinstance(question, list):  # emrQA: the same in several wordings, with an id for each
+                    question, id = question[0], len(found)
                 if answers and not qa.get("is_impossible", False):
-                    found.append(ReadingQuestion(str(qa["id"]), text, qa["question"], answers))
+                    found.append(ReadingQuestion(str(id), text, question, answers))
     return _ask(found, options)
 
 
 @task("emrqa", "emrQA in SQuAD's format (its JSON file)", "f1", reads_file=True, counts_chunks=True)
 def emrqa(options: Options) -> Iterator[Sample]:
-    """Reads emrQA (Pampari et al. 2018) as it is published beside SQuAD's format: notes, questions, spans."""
+    """Reads emrQA (Pampari et al. 2018): SQuAD's format, but a note is a list of lines, and a question one of wordings,
+    of which the first is asked."""
     return squad(options)
 
 

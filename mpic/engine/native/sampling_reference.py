@@ -1,6 +1,6 @@
 """The reference sampler: it draws one request after the other, slowly and obviously, and ``sampling.py`` must agree.
 
-It is the oracle of the tests and the "before" of ``mpic bench sampling``; nothing is served with it.
+It is the oracle of the tests; nothing is served with it.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ def stats(scheduler: Scheduler, pool: Pool) -> dict[str, Any]:
     """Returns what ``Engine.stats`` promises but for the counters. It may be called from any thread; the engine may
     change something meanwhile."""
     requests, preempted = list(scheduler.running), list(scheduler.preempted)
+    resident = list(scheduler.device.chunks.values())
     chunks = sum(resident.extent.pages for resident in scheduler.device.residents())
     extents = [request.extent for request in requests]
     running = sum(extent.pages for extent in extents if extent is not None)
@@ -32,5 +33,6 @@ def stats(scheduler: Scheduler, pool: Pool) -> dict[str, Any]:
             "page_size": pool.page_size,
             "page_bytes": pool.page_bytes,
         },
-        "chunks_resident": len(scheduler.device.chunks),
+        "chunks_resident": len(resident),
+        "chunks_ready": sum(one.ready for one in resident),
     }
