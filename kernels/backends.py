@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +11,6 @@ from mpic.kernels import instructions
 from mpic.kernels.attention import Partial
 
 if TYPE_CHECKING:
-    from mpic.kernels.block import BlockKernel
     from mpic.kernels.block_spans import BlockSpanKernel
     from mpic.kernels.stream import StreamKernel
 
@@ -45,25 +44,6 @@ def single_rows(
     try:
         return stream.load(head_dim, dtype, kv_dtype), ""
     except stream.KernelUnavailable as error:
-        return None, str(error)
-
-
-def row_blocks(
-    device: torch.device, dtype: torch.dtype, dims: Iterable[int]
-) -> tuple[BlockKernel | None, str]:
-    """Returns a kernel for blocks of rows with heads of these dimensions, if the device has one, or None and the reason
-    ("" where none exists for the device and dtype, or ``block_spans`` has the better one)."""
-    from mpic.kernels import block, pairs
-
-    if device.type != "cpu" or dtype != torch.bfloat16:
-        return None, ""
-    if instructions.unit():
-        return None, ""
-    if instructions.pairs() and not pairs.are_fast():
-        return None, ""
-    try:
-        return block.load(dims), ""
-    except block.KernelUnavailable as error:
         return None, str(error)
 
 

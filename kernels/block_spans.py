@@ -4,8 +4,7 @@ A row that links chunks attends to dozens of spans. Span by span (``attention.at
 runs torch's flash kernel and merges its result into the earlier ones, and each of these reads and writes all rows.
 Torch's kernel also computes both halves of a causal mask's blocks. This kernel takes a layer in one call.
 
-The C file is compiled once for each head dimension and dtype (``c_kernel.py``). bf16 numbers are widened to fp32; where
-the processor is fast at products of pairs of them, ``block.py`` is faster.
+The C file is compiled once for each head dimension and dtype (``c_kernel.py``). bf16 numbers are widened to fp32.
 """
 
 from __future__ import annotations

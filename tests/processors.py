@@ -108,13 +108,11 @@ def compiled_for(*names: str) -> Callable[..., None]:
 def forget_kernels() -> None:
     """Has kernels be chosen and loaded anew."""
     from mpic.kernels import (
-        block,
         block_spans,
         block_tiles,
         decoder,
         linear,
         linear_tiles,
-        pairs,
         products,
         stream,
     )
@@ -123,5 +121,5 @@ def forget_kernels() -> None:
     loads = [
         module.load for module in (block_spans, block_tiles, decoder, linear, linear_tiles, products, stream)
     ]
-    for load in (*loads, block._function, pairs.over_singles, kernel_linear._kernels):
+    for load in (*loads, kernel_linear._kernels):
         load.cache_clear()

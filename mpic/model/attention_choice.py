@@ -10,7 +10,7 @@ import torch
 from mpic.errors import ModelRefused
 from mpic.kernels import reference
 from mpic.kernels.attention import Partial
-from mpic.kernels.backends import backend, block_spans, row_blocks, single_rows
+from mpic.kernels.backends import backend, block_spans, single_rows
 
 if TYPE_CHECKING:
     from mpic.kernels.block_spans import BlockSpanKernel
@@ -101,17 +101,12 @@ def _compiled(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
 ) -> AttentionChoice:
-    """Returns our own kernels: for blocks the one that multiplies pairs of bf16 numbers where the processor is
-    fast at that and has no matrix unit, else one that takes all spans; torch's where neither serves the layers."""
+    """Returns our own kernels: for blocks the one that takes all spans; torch's where it does not serve the layers."""
     choice = torchs._replace(name=streams[0].name, streams=streams)
-    pairs, why_not = row_blocks(device, dtype, {kind.dim for kind in kinds})
-    if pairs is not None:
-        return choice._replace(blocks=pairs.name, partial=pairs)
     if any(facts.softcap for facts in layers):
         spans, reason = [], "its scores are capped"
     else:
         spans, reason = block_spans(device, dtype, [kind.dim for kind in kinds], kv_dtype)
     if spans:
-        note = "; ".join(filter(None, (why_not, reason)))
-        return choice._replace(blocks=spans[0].name, spans=spans, blocks_note=note)
-    return choice._replace(blocks_note="; ".join(filter(None, (why_not, f"no cpu-block-spans: {reason}"))))
+        return choice._replace(blocks=spans[0].name, spans=spans, blocks_note=reason)
+    return choice._replace(blocks_note=f"no cpu-block-spans: {reason}")

@@ -7,11 +7,9 @@ from unittest import mock
 
 import pytest
 import torch
-from processors import needs
 from unit_kit import use_for_blocks
 
-from mpic.kernels import block, linear_widened
-from mpic.model import attention_choice
+from mpic.kernels import linear_widened
 from mpic.model.loaded import LoadedModel
 from mpic.model.selftest import self_test
 from mpic_lab.bench.harness import BenchDevice
@@ -77,24 +75,6 @@ def test_logits_in_bf16_are_those_of_the_same_weights_in_fp32_within_its_roundin
     assert error.max() < 0.06 * wanted.abs().max() and error.mean() < 0.012 * wanted.abs().max()
 
 
-@needs("avx512_bf16")
-@pytest.mark.parametrize("policy", ["full", "mpic-16"])
-def test_the_kernel_for_blocks_serves_by_itself_and_is_no_further_from_fp32_than_torch(
-    models, policy, monkeypatch
-):
-    bf16, fp32 = models
-    wanted, kernel = _logits(fp32, "auto", policy), block.load([64])
-    monkeypatch.setattr(attention_choice, "row_blocks", lambda *asked: (kernel, ""))
-    bf16.choose_attention("auto")
-    assert bf16.info.details["attention_blocks"] == "cpu-blocks" and bf16.info.attention == "cpu-stream"
-    ours, torchs = (
-        (_logits(bf16, attention, policy) - wanted).square().mean() for attention in ("auto", "cpu-flash")
-    )
-    assert ours < 1.6 * torchs, "both differ by roundings alone"
-    monkeypatch.undo()
-    bf16.choose_attention("auto")
-
-
 @pytest.mark.parametrize("policy", ["full", "mpic-16"])
 def test_products_of_widened_weights_are_no_further_from_fp32_than_torchs(models, policy, monkeypatch):
     _, fp32 = models
@@ -103,7 +83,7 @@ def test_products_of_widened_weights_are_no_further_from_fp32_than_torchs(models
         linear_widened.WidenedKernel, "_multiply", lambda *args: (taken.append(None), multiply(*args))
     )
     wanted, errors = _logits(fp32, "auto", policy), []
-    for blocks in (linear_widened.WidenedKernel(17), None):
+    for blocks in (linear_widened.WidenedKernel(), None):
         use_for_blocks(monkeypatch, blocks)
         errors.append((_logits(_made(), "auto", policy) - wanted).square().mean())
     assert taken and errors[0] < 1.6 * errors[1], "both differ by roundings alone"

@@ -4,6 +4,7 @@ file with the unit's work in plain C is tested wherever there is a compiler."""
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import spans_kit
@@ -29,9 +30,13 @@ from unit_kit import configured_threads, has_unit, needs_unit, on_both, threads
 from mpic.kernels import block_tiles, c_kernel, cpu, instructions
 from mpic.kernels.attention import PLAIN, Extras, GatheredCalls, KVView, SpanCall, attend
 from mpic.kernels.backends import block_spans as choose
-from mpic.kernels.backends import row_blocks
+from mpic.kernels.backends import single_rows
 from mpic.kernels.span import Span
+from mpic.model import attention_choice
 
+needs_single_rows = pytest.mark.skipif(
+    single_rows(CPU, torch.bfloat16, 64)[0] is None, reason="no kernel for single rows, so none for blocks"
+)
 TOLERANCE = 2.0**-7
 """This is for results near 1: weights, values and queries that were turned have 8 significant bits."""
 WEIGHT = 2.0**-8
@@ -290,11 +295,49 @@ def test_bf16_has_it_on_a_processor_with_a_matrix_unit_and_other_dtypes_do_not(m
     kernels, reason = choose(CPU, torch.bfloat16, [64, 128, 64])
     assert [(k.name, k.head_dim) for k in kernels] == [("cpu-block-tiles", d) for d in (64, 128, 64)]
     assert reason == "" and choose(CPU, torch.bfloat16, [64], torch.bfloat16)[0] == kernels[:1]
-    assert row_blocks(CPU, torch.bfloat16, [64]) == (None, "")
     others = [(torch.float32, None), (torch.float32, torch.float16), (torch.bfloat16, torch.float16)]
     for dtype, kv_dtype in others:
         assert {k.name for k in choose(CPU, dtype, [64], kv_dtype)[0]} <= {"cpu-block-spans"}
     assert choose(torch.device("cuda"), torch.bfloat16, [64]) == ([], "")
+
+
+def attention(softcap: float | None = None) -> attention_choice.AttentionChoice:
+    kinds, layers = [SimpleNamespace(dim=64)], [SimpleNamespace(softcap=softcap)]
+    return attention_choice.choose("auto", kinds, layers, CPU, torch.bfloat16, torch.bfloat16)
+
+
+@needs_single_rows
+def test_a_matrix_unit_has_the_work_of_bf16_over_all_spans(monkeypatch):
+    has_unit(monkeypatch)
+    chosen = attention()
+    assert chosen.name == "cpu-stream" and chosen.blocks == "cpu-block-tiles"
+    assert [spans.name for spans in chosen.spans] == ["cpu-block-tiles"] and not chosen.blocks_note
+
+
+@needs_single_rows
+def test_scores_that_are_capped_stay_torchs_on_a_matrix_unit(monkeypatch):
+    """Not even the kernel that would compute in fp32 takes them: torch uses the unit where it can."""
+    monkeypatch.setattr(instructions, "unit", lambda: True)
+    chosen = attention(30.0)
+    assert chosen.blocks == "cpu-flash" and not chosen.spans and "are capped" in chosen.blocks_note
+
+
+@needs_single_rows
+def test_a_unit_that_the_system_withholds_leaves_the_work_to_fp32_and_the_reason_is_told(monkeypatch):
+    monkeypatch.setattr(instructions, "unit", lambda: True)
+    monkeypatch.setattr(instructions, "pairs", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: False)
+    chosen = attention()
+    assert chosen.blocks == "cpu-block-spans" and "does not let" in chosen.blocks_note
+
+
+@needs_single_rows
+@pytest.mark.parametrize("pairs", [False, True])
+def test_without_a_unit_bf16_attends_in_fp32_whether_or_not_there_are_products_of_pairs(monkeypatch, pairs):
+    monkeypatch.setattr(instructions, "unit", lambda: False)
+    monkeypatch.setattr(instructions, "pairs", lambda: pairs)
+    chosen = attention()
+    assert chosen.blocks == "cpu-block-spans" and chosen.blocks_note == ""
 
 
 def test_bf16_does_not_have_it_on_other_processors(monkeypatch):

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit_kit import configured_threads, needs_unit, on_both, threads
 
-from mpic.kernels import c_kernel, instructions, linear, linear_tiles, pairs, products
+from mpic.kernels import c_kernel, instructions, linear, linear_tiles, products
 from mpic.kernels.linear import Product
 
 needs_compiler = pytest.mark.skipif(
@@ -199,7 +199,7 @@ def test_no_thread_keeps_the_units_configuration(tmp_path):
 def fresh(tmp_path, monkeypatch):
     """An empty cache folder, and no kernel loaded before or after the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    loads = (linear_tiles.load, products.load, pairs.over_singles)
+    loads = (linear_tiles.load, products.load)
     for load in loads:
         load.cache_clear()
     yield tmp_path
@@ -239,6 +239,7 @@ def test_blocks_of_rows_are_its_and_few_rows_or_odd_inputs_are_not(emulated):
 def test_without_the_systems_leave_blocks_are_multiplied_in_fp32_and_the_reason_is_told(fresh, monkeypatch):
     withheld = "the operating system does not let programs use the matrix unit"
     monkeypatch.setattr(instructions, "unit", lambda: True)
+    monkeypatch.setattr(instructions, "pairs", lambda: False)
     monkeypatch.setattr(c_kernel, "why_no_unit", lambda: withheld)
     found = products.load(torch.bfloat16)
     assert found.blocks.name == "cpu-linear-widened" and found.blocks_note == withheld

@@ -6,15 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processors import needs
 from threads_kit import started
 
-from mpic.kernels import c_kernel, instructions, linear, linear_tiles, linear_widened, pairs, products
-from mpic.kernels.linear import KernelUnavailable, Product
+from mpic.kernels import c_kernel, instructions, linear, linear_tiles, linear_widened, products
+from mpic.kernels.linear import Product
 from mpic.kernels.linear_widened import WidenedKernel
 
 BF16 = torch.bfloat16
-KERNEL = WidenedKernel(17)
+KERNEL = WidenedKernel()
 
 
 def some(*shape, seed=0):
@@ -87,7 +86,7 @@ def test_threads_that_multiply_at_once_do_not_share_their_memory():
 
 def test_memory_of_a_call_in_inference_mode_serves_later_ones_outside_of_it():
     """Models are tested in that mode when they are loaded, and packets are trained outside of it."""
-    kernel, x, by = WidenedKernel(17), some(20, 40), Product(some(30, 40, seed=1))
+    kernel, x, by = WidenedKernel(), some(20, 40), Product(some(30, 40, seed=1))
     out = torch.empty(20, 30, dtype=BF16)
     with torch.inference_mode():
         kernel(x, [by], [torch.empty_like(out)])
@@ -112,7 +111,7 @@ def test_what_it_cannot_read_is_refused():
 def processor(monkeypatch):
     """Returns what makes a processor of another kind and gives the kernels that are chosen for it."""
 
-    def chosen(*, ratio: float | None = None, has_unit: bool = False, withheld: str = ""):
+    def chosen(*, has_pairs: bool = False, has_unit: bool = False, withheld: str = ""):
         few = linear.LinearKernel(None, BF16, 16)
         monkeypatch.setattr(linear, "load", lambda dtype: few)
         monkeypatch.setattr(
@@ -120,13 +119,9 @@ def processor(monkeypatch):
             "load",
             lambda: linear_tiles.LinearTilesKernel.__new__(linear_tiles.LinearTilesKernel),
         )
-        monkeypatch.setattr(instructions, "pairs", lambda: ratio is not None)
+        monkeypatch.setattr(instructions, "pairs", lambda: has_pairs)
         monkeypatch.setattr(instructions, "unit", lambda: has_unit)
         monkeypatch.setattr(c_kernel, "why_no_unit", lambda: withheld)
-        if ratio is None:
-            monkeypatch.setattr(pairs, "over_singles", pairs.over_singles.__wrapped__)
-        else:
-            monkeypatch.setattr(pairs, "over_singles", lambda: ratio)
         return products.load.__wrapped__
 
     return chosen
@@ -135,13 +130,19 @@ def processor(monkeypatch):
 @pytest.mark.parametrize(
     "kind, name, least",
     [
-        ({"ratio": 1.0}, None, 0),
-        ({"ratio": 1.6}, "cpu-linear-widened", 80),
+        ({"has_pairs": True}, None, 0),
         ({}, "cpu-linear-widened", 17),
-        ({"ratio": 1.6, "has_unit": True}, "cpu-linear-tiles", linear_tiles.LEAST_ROWS),
-        ({"ratio": 1.6, "has_unit": True, "withheld": "it is kept back"}, "cpu-linear-widened", 80),
+        ({"has_pairs": True, "has_unit": True}, "cpu-linear-tiles", linear_tiles.LEAST_ROWS),
+        ({"has_pairs": True, "has_unit": True, "withheld": "it is kept back"}, None, 0),
+        ({"has_unit": True, "withheld": "it is kept back"}, "cpu-linear-widened", 17),
     ],
-    ids=["fast pairs", "slow pairs", "no pairs", "a matrix unit", "a unit that is withheld"],
+    ids=[
+        "pairs",
+        "no pairs",
+        "a matrix unit",
+        "a unit that is withheld",
+        "no pairs, a unit that is withheld",
+    ],
 )
 def test_blocks_of_rows_in_bf16_have_what_is_fastest_on_a_processor(processor, kind, name, least):
     found = processor(**kind)(BF16)
@@ -149,22 +150,8 @@ def test_blocks_of_rows_in_bf16_have_what_is_fastest_on_a_processor(processor, k
     assert found.blocks_note == kind.get("withheld", "")
     if name is not None:
         assert found.blocks.least_rows == least
-        assert not found.takes(max(least - 1, 17), 64) or least <= 17
         assert found.takes(max(least, 17), 64)
 
 
 def test_fp32_is_torchs_on_every_processor(processor):
     assert processor()(torch.float32).blocks is None
-
-
-@needs("avx512_bf16")
-def test_the_time_of_pairs_is_measured_over_that_of_single_numbers():
-    assert 0.5 < pairs.over_singles() < 8
-
-
-def test_pairs_that_cannot_be_measured_are_not_fast(monkeypatch):
-    def unavailable():
-        raise KernelUnavailable("no C compiler")
-
-    monkeypatch.setattr(pairs, "over_singles", unavailable)
-    assert not pairs.are_fast()
