@@ -1,9 +1,10 @@
-"""Matrix products of blocks of rows in bf16 on a CPU that has no instruction for such numbers: torch's products of fp32
+"""Matrix products of blocks of rows in bf16 on a CPU that multiplies fp32 numbers faster: torch's products of fp32
 numbers over weights that are widened a panel at a time.
 
-There torch's products of bf16 numbers take longer than those of fp32 numbers. On two cores of a Xeon they reached 60
-GFLOP/s where torch was held to AVX-512, and 25 where it was held to AVX2, beside 300 and 155 in fp32; this kernel
-reached 260 and 140. Only a panel's weights are in fp32 at a time, for each caller.
+Where the processor has neither a matrix unit nor fast products of pairs (``instructions.fast_pairs``), torch's products
+of bf16 numbers take longer than those of fp32 numbers. On two cores of a Xeon they reached 160 GFLOP/s with slow pairs,
+60 where torch was held to AVX-512 without them, and 25 where it was held to AVX2, beside 300 and 155 in fp32; this
+kernel reached 260 and 140. Only a panel's weights are in fp32 at a time, for each caller.
 """
 
 from __future__ import annotations
@@ -14,25 +15,31 @@ from contextlib import contextmanager
 
 import torch
 
-from mpic.kernels import linear
+from mpic.kernels import instructions, linear
 from mpic.kernels.linear import Product
 
 PANEL_BYTES, PANEL_OUTPUTS = 8 << 20, 512
 """Bytes of a panel in fp32, and the outputs that it has at least. What is multiplied with it stays near the cores. With
 a megabyte, or with 230 of 1,536 outputs, products reach two thirds of the speed, because threads meet behind each."""
-LEAST_ROWS = 17
-"""Rows from which it was measured to be the fastest: at 16 ``linear.c`` is as fast."""
+LEAST_ROWS = {True: 80, False: 17}
+"""Rows from which it was measured to be the fastest, with products of pairs and without. With them torch is as fast at
+64 rows, and takes 1.3 times as long at 128 and 1.6 times as long at 512; without them ``linear.c`` is as fast at 16."""
 ROWS = 1024
 """Rows that are multiplied with a panel at once, so that their results are still in a cache when they are rounded."""
 
 
 class WidenedKernel:
-    """Multiplies blocks of rows."""
+    """Multiplies blocks of rows; ``load`` makes it.
+
+    Args:
+        least_rows: from how many rows it is the fastest.
+    """
 
     name = "cpu-linear-widened"
-    dtype, least_rows = torch.bfloat16, LEAST_ROWS
+    dtype = torch.bfloat16
 
-    def __init__(self) -> None:
+    def __init__(self, least_rows: int) -> None:
+        self.least_rows = least_rows
         self._rooms: deque[torch.Tensor] = deque()  # as many as callers were here at once
 
     def takes(self, inputs: int) -> bool:
@@ -83,3 +90,8 @@ class WidenedKernel:
                 room = torch.empty(numbers)
         yield room
         self._rooms.append(room)
+
+
+def load() -> WidenedKernel:
+    """Returns the kernel for this processor."""
+    return WidenedKernel(LEAST_ROWS[instructions.pairs()])

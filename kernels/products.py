@@ -1,7 +1,7 @@
 """The matrix products of linear layers on the CPU: chooses among the kernels, by the number of rows.
 
 Few rows are multiplied at the speed at which weights are read (``linear.py``), blocks of rows on a matrix unit where
-the processor has one for the dtype (``linear_tiles.py``), as fp32 numbers where it has no instruction for bf16 at all
+the processor has one for the dtype (``linear_tiles.py``), as fp32 numbers where these are multiplied faster than bf16
 (``linear_widened.py``), and all others by torch.
 """
 
@@ -93,7 +93,7 @@ def load(dtype: torch.dtype) -> Products:
         return Products(few, None)
     withheld = c_kernel.why_no_unit() if instructions.unit() else ""  # from torch, too
     if withheld or not instructions.unit():
-        return Products(few, None if instructions.pairs() else linear_widened.WidenedKernel(), withheld)
+        return Products(few, None if instructions.fast_pairs() else linear_widened.load(), withheld)
     try:
         return Products(few, linear_tiles.load())
     except KernelUnavailable as error:

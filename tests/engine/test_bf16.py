@@ -83,7 +83,7 @@ def test_products_of_widened_weights_are_no_further_from_fp32_than_torchs(models
         linear_widened.WidenedKernel, "_multiply", lambda *args: (taken.append(None), multiply(*args))
     )
     wanted, errors = _logits(fp32, "auto", policy), []
-    for blocks in (linear_widened.WidenedKernel(), None):
+    for blocks in (linear_widened.WidenedKernel(17), None):
         use_for_blocks(monkeypatch, blocks)
         errors.append((_logits(_made(), "auto", policy) - wanted).square().mean())
     assert taken and errors[0] < 1.6 * errors[1], "both differ by roundings alone"

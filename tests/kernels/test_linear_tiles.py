@@ -239,7 +239,6 @@ def test_blocks_of_rows_are_its_and_few_rows_or_odd_inputs_are_not(emulated):
 def test_without_the_systems_leave_blocks_are_multiplied_in_fp32_and_the_reason_is_told(fresh, monkeypatch):
     withheld = "the operating system does not let programs use the matrix unit"
     monkeypatch.setattr(instructions, "unit", lambda: True)
-    monkeypatch.setattr(instructions, "pairs", lambda: False)
     monkeypatch.setattr(c_kernel, "why_no_unit", lambda: withheld)
     found = products.load(torch.bfloat16)
     assert found.blocks.name == "cpu-linear-widened" and found.blocks_note == withheld

@@ -13,7 +13,7 @@ from mpic.kernels.linear import Product
 from mpic.kernels.linear_widened import WidenedKernel
 
 BF16 = torch.bfloat16
-KERNEL = WidenedKernel()
+KERNEL = WidenedKernel(17)
 
 
 def some(*shape, seed=0):
@@ -86,7 +86,7 @@ def test_threads_that_multiply_at_once_do_not_share_their_memory():
 
 def test_memory_of_a_call_in_inference_mode_serves_later_ones_outside_of_it():
     """Models are tested in that mode when they are loaded, and packets are trained outside of it."""
-    kernel, x, by = WidenedKernel(), some(20, 40), Product(some(30, 40, seed=1))
+    kernel, x, by = WidenedKernel(17), some(20, 40), Product(some(30, 40, seed=1))
     out = torch.empty(20, 30, dtype=BF16)
     with torch.inference_mode():
         kernel(x, [by], [torch.empty_like(out)])
@@ -111,7 +111,7 @@ def test_what_it_cannot_read_is_refused():
 def processor(monkeypatch):
     """Returns what makes a processor of another kind and gives the kernels that are chosen for it."""
 
-    def chosen(*, has_pairs: bool = False, has_unit: bool = False, withheld: str = ""):
+    def chosen(*, pairs: str = "", has_unit: bool = False, withheld: str = ""):
         few = linear.LinearKernel(None, BF16, 16)
         monkeypatch.setattr(linear, "load", lambda dtype: few)
         monkeypatch.setattr(
@@ -119,7 +119,8 @@ def processor(monkeypatch):
             "load",
             lambda: linear_tiles.LinearTilesKernel.__new__(linear_tiles.LinearTilesKernel),
         )
-        monkeypatch.setattr(instructions, "pairs", lambda: has_pairs)
+        monkeypatch.setattr(instructions, "pairs", lambda: bool(pairs))
+        monkeypatch.setattr(instructions, "_is_amd", lambda: pairs == "fast")
         monkeypatch.setattr(instructions, "unit", lambda: has_unit)
         monkeypatch.setattr(c_kernel, "why_no_unit", lambda: withheld)
         return products.load.__wrapped__
@@ -130,19 +131,13 @@ def processor(monkeypatch):
 @pytest.mark.parametrize(
     "kind, name, least",
     [
-        ({"has_pairs": True}, None, 0),
+        ({"pairs": "fast"}, None, 0),
+        ({"pairs": "slow"}, "cpu-linear-widened", 80),
         ({}, "cpu-linear-widened", 17),
-        ({"has_pairs": True, "has_unit": True}, "cpu-linear-tiles", linear_tiles.LEAST_ROWS),
-        ({"has_pairs": True, "has_unit": True, "withheld": "it is kept back"}, None, 0),
-        ({"has_unit": True, "withheld": "it is kept back"}, "cpu-linear-widened", 17),
+        ({"pairs": "slow", "has_unit": True}, "cpu-linear-tiles", linear_tiles.LEAST_ROWS),
+        ({"pairs": "slow", "has_unit": True, "withheld": "it is kept back"}, "cpu-linear-widened", 80),
     ],
-    ids=[
-        "pairs",
-        "no pairs",
-        "a matrix unit",
-        "a unit that is withheld",
-        "no pairs, a unit that is withheld",
-    ],
+    ids=["fast pairs", "slow pairs", "no pairs", "a matrix unit", "a unit that is withheld"],
 )
 def test_blocks_of_rows_in_bf16_have_what_is_fastest_on_a_processor(processor, kind, name, least):
     found = processor(**kind)(BF16)
@@ -150,6 +145,7 @@ def test_blocks_of_rows_in_bf16_have_what_is_fastest_on_a_processor(processor, k
     assert found.blocks_note == kind.get("withheld", "")
     if name is not None:
         assert found.blocks.least_rows == least
+        assert not found.takes(max(least - 1, 17), 64) or least <= 17
         assert found.takes(max(least, 17), 64)
 
 
