@@ -116,10 +116,10 @@ def forget_kernels() -> None:
         products,
         stream,
     )
-    from mpic.model import kernel_linear
+    from mpic.model import own_modules
 
     loads = [
         module.load for module in (block_spans, block_tiles, decoder, linear, linear_tiles, products, stream)
     ]
-    for load in (*loads, kernel_linear._kernels):
+    for load in (*loads, own_modules._kernels):
         load.cache_clear()

@@ -70,9 +70,9 @@ class _Meter:
     requests would need with a copy each."""
 
     def __init__(self, engine: NativeEngine, always: bool = False) -> None:
-        self._engine, self._run, self._alloc = engine, engine.runner.run, engine.pool.alloc
+        self._engine, self._run, self._alloc = engine, engine.executor.run, engine.pool.alloc
         self.pages = self.copies = self.running = 0
-        engine.runner.run = self._metered
+        engine.executor.run = self._metered
         if always:
             engine.pool.alloc = self._allocated
 

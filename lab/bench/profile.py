@@ -5,7 +5,7 @@ cached, and decoding one answer and several. A profiler slows down what it watch
 has the time of a step that was not watched; shares are those of watched ones. The way from a socket to the engine and
 back is not here: ``mpic bench serving --engine native-http`` has it.
 
-Steps are fused where they can be (``mpic.model.fused_step``), as in a server. All layers, or everything from tokens to
+Steps are fused where they can be (``mpic.model.program``), as in a server. All layers, or everything from tokens to
 logits, are then one part of a decoding step, so decoding steps are watched a second time, as the model's modules run
 them. Fused links and fresh prompts have no table of layers.
 """
@@ -25,9 +25,9 @@ import torch
 
 from mpic.config import ConfigError
 from mpic.engine.native.engine import NativeEngine
+from mpic.engine.native.executor import TorchExecutor
 from mpic.kv.chunk import Chunk
-from mpic.model.fused_layers import NOTE
-from mpic.model.loaded import LoadedModel
+from mpic.model.program import NOTE
 from mpic_lab.bench.harness import BenchDevice, BenchFailed, Report, Row, Ticker, bench, median_seconds
 from mpic_lab.bench.step_profile import (
     ATTENTION,
@@ -117,7 +117,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
     if placement.device.type != "cpu":
         raise ConfigError("bench profile measures the CPU; `make bench-gpu` profiles a GPU", param="device")
     pair = make_pair(settings.decoder, placement, seed=settings.seed)
-    ways = (True, False) if pair.loaded.fused else (False,)
+    ways = (True, False) if pair.loaded.program else (False,)
     ticker.expect(3 + len(ways) * len(settings.batches))
     with ticker.step("what the machine can do"):
         peak = _peaks(settings, placement)
@@ -134,7 +134,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
         chunks = ids.chunks(settings.chunks, settings.chunk_tokens)
         compile_all(engine, chunks)
         for name, (fused, case) in _cases(engine, settings, ids, chunks, ways).items():
-            with ticker.step(name), _way(engine.model, fused), case as work:
+            with ticker.step(name), _way(engine, fused), case as work:
                 work()  # warm
                 unwatched = _step_seconds(engine, work, settings.repeats)
                 if fused and name.startswith("decode"):
@@ -210,9 +210,10 @@ def _cases(
 
 
 @contextmanager
-def _way(model: LoadedModel, fused: bool) -> Iterator[None]:
+def _way(engine: NativeEngine, fused: bool) -> Iterator[None]:
     """Keeps steps from being fused unless they are to be."""
-    with nullcontext() if fused else patch.object(model, "fused", None):
+    modules = TorchExecutor(engine.model, engine.pool)
+    with nullcontext() if fused else patch.object(engine, "executor", modules):
         yield
 
 

@@ -18,13 +18,13 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as profiler
 
+from mpic.engine.native import executor
+from mpic.engine.native.cpu_executor import CpuExecutor
 from mpic.engine.native.engine import NativeEngine
-from mpic.kernels.decoder import DecoderLayers
-from mpic.kernels.decoder_blocks import BlockLayers
+from mpic.kernels.decoder import BlockLayers, WholeDecoder
 from mpic.kernels.linear import LinearKernel, Product
 from mpic.kernels.linear_tiles import LinearTilesKernel
-from mpic.kernels.whole_decoder import WholeDecoder
-from mpic.model import fused_step, hooks
+from mpic.model import hooks, program
 
 STEP = "step"
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
@@ -53,7 +53,7 @@ class StepProfile:
         total: from the beginning to the end of every step.
         parts: by name of ``PARTS``.
         layers: of each decoder layer, everything in it included; none of a model whose steps are fused
-            (``mpic.model.fused_step``). Decoding ones have one part for products, attention and the rest of all layers.
+            (``mpic.model.program``). Decoding ones have one part for products, attention and the rest of all layers.
         operations: of the matrix products with 16- or 32-bit weights.
         bytes: that these products read and wrote, every matrix once a product.
     """
@@ -107,7 +107,7 @@ def python_seconds(engine: NativeEngine, work: Callable[[], Any]) -> list[float]
         found.append(time.thread_time() - began - (inside[0] - before))
 
     with ExitStack() as stack:
-        for owner in (WholeDecoder, DecoderLayers, LinearKernel, LinearTilesKernel):
+        for owner in (WholeDecoder, LinearKernel, LinearTilesKernel):
             stack.enter_context(patch.object(owner, "__call__", in_kernel(owner.__call__)))
         stack.enter_context(patch.object(engine, "step", timed))
         work()
@@ -151,18 +151,17 @@ def _marked(engine: NativeEngine, products: _ProductCounts) -> Iterator[None]:
         (engine, "step", STEP),
         (engine, "_commit", RESULTS),
         (engine.scheduler, "schedule", SCHEDULING),
-        (engine.runner, "inputs", TABLES),
-        (engine.runner.tables, "step", TABLES),
-        (engine.runner.tables, "single_rows", TABLES),
-        (engine.model, "forward", MODEL),
-        *([(engine.runner.static, "run", MODEL)] if engine.runner.static is not None else []),
+        (executor, "row_inputs", TABLES),
+        (engine.executor.tables, "step", TABLES),
+        (engine.executor.tables, "single_rows", TABLES),
+        (engine.executor, "forward", MODEL),
+        *([(engine.executor, "_decoded", MODEL)] if isinstance(engine.executor, CpuExecutor) else []),
         (hooks, "attend_layer", ATTENTION),
-        (DecoderLayers, "__call__", FUSED),
         (WholeDecoder, "__call__", FUSED),
-        (fused_step, "_attend", ATTENTION),
+        (program, "_attend", ATTENTION),
         (BlockLayers, "_between", OTHER),
     ]
-    if engine.model.fused is None:  # a layer with another forward would not be fused
+    if not isinstance(engine.executor, CpuExecutor):
         layers = enumerate(engine.model.text_model.layers)
         places += [(layer, "forward", f"{_LAYER}{n}") for n, layer in layers]
     with ExitStack() as stack:

@@ -22,8 +22,8 @@ from mpic.errors import ModelRefused
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.kv.store import ChunkStore
 from mpic.link import BARE, Wrapping, parse_policy
-from mpic.model.fused_proof import use_fused_step
 from mpic.model.loaded import LoadedModel
+from mpic.model.program_proof import use_program
 from mpic.model.selftest import self_test
 from mpic.prompt.segments import ChunkSegment, Prompt, TextSegment
 from mpic_lab.bench.harness import BenchDevice, BenchFailed
@@ -180,7 +180,7 @@ def pair_of(model: nn.Module, decoder: DecoderShape, tower: TowerShape | None = 
     stock.set_attn_implementation("sdpa")
     loaded = LoadedModel(model, tower.processor() if tower else None, "random")
     self_test(loaded)
-    use_fused_step(loaded)
+    use_program(loaded)
     return ModelPair(loaded, stock, describe(stock, decoder))
 
 
@@ -195,7 +195,7 @@ def with_half_kv(pair: ModelPair) -> LoadedModel | None:
     except ModelRefused:
         return None
     self_test(loaded)
-    use_fused_step(loaded)
+    use_program(loaded)
     return loaded
 
 

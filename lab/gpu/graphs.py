@@ -57,9 +57,9 @@ def graphs(run: SectionRun) -> None:
             run.row("engine starts", shape, how, round(time.perf_counter() - began, 2), "s")
             # the engine has compared both kinds of steps with the usual ones, or it would not have started
             if options["cuda_graphs"] == "on":
-                kinds = {"cuda_graphs": engine.runner.static}
+                kinds = {"cuda_graphs": engine.executor.static}
                 if context.placement.device.type == "cuda":  # others have no pieces
-                    kinds["piecewise_graphs"] = engine.runner.piecewise
+                    kinds["piecewise_graphs"] = engine.executor.piecewise
                 for detail, steps in kinds.items():
                     of = f"steps of {steps.most} rows and fewer" if steps else detail
                     run.row(

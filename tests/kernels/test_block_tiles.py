@@ -4,7 +4,6 @@ file with the unit's work in plain C is tested wherever there is a compiler."""
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import spans_kit
@@ -28,11 +27,11 @@ from spans_kit import (
 from unit_kit import configured_threads, has_unit, needs_unit, on_both, threads
 
 from mpic.kernels import block_tiles, c_kernel, cpu, instructions
-from mpic.kernels.attention import PLAIN, Extras, GatheredCalls, KVView, SpanCall, attend
+from mpic.kernels.attention import PLAIN, Extras, KVView, SpanCall, attend
+from mpic.kernels.backends import AttentionChoice, single_rows
 from mpic.kernels.backends import block_spans as choose
-from mpic.kernels.backends import single_rows
+from mpic.kernels.backends import choose as choose_all
 from mpic.kernels.span import Span
-from mpic.model import attention_choice
 
 needs_single_rows = pytest.mark.skipif(
     single_rows(CPU, torch.bfloat16, 64)[0] is None, reason="no kernel for single rows, so none for blocks"
@@ -51,8 +50,6 @@ def attended(
 
 
 def in_fp32(call):
-    if isinstance(call, GatheredCalls):
-        return call._replace(source=KVView(call.source.data.float()))
     return call._replace(span=call.span._replace(source=KVView(call.span.source.data.float())))
 
 
@@ -301,9 +298,8 @@ def test_bf16_has_it_on_a_processor_with_a_matrix_unit_and_other_dtypes_do_not(m
     assert choose(torch.device("cuda"), torch.bfloat16, [64]) == ([], "")
 
 
-def attention(softcap: float | None = None) -> attention_choice.AttentionChoice:
-    kinds, layers = [SimpleNamespace(dim=64)], [SimpleNamespace(softcap=softcap)]
-    return attention_choice.choose("auto", kinds, layers, CPU, torch.bfloat16, torch.bfloat16)
+def attention(capped: bool = False) -> AttentionChoice:
+    return choose_all("auto", [64], capped, CPU, torch.bfloat16, torch.bfloat16)
 
 
 @needs_single_rows
@@ -318,7 +314,7 @@ def test_a_matrix_unit_has_the_work_of_bf16_over_all_spans(monkeypatch):
 def test_scores_that_are_capped_stay_torchs_on_a_matrix_unit(monkeypatch):
     """Not even the kernel that would compute in fp32 takes them: torch uses the unit where it can."""
     monkeypatch.setattr(instructions, "unit", lambda: True)
-    chosen = attention(30.0)
+    chosen = attention(capped=True)
     assert chosen.blocks == "cpu-flash" and not chosen.spans and "are capped" in chosen.blocks_note
 
 

@@ -12,7 +12,7 @@ from mpic.config import ConfigError
 from mpic.kernels import decoder
 from mpic.kernels.c_kernel import KernelUnavailable
 from mpic.model import hooks
-from mpic.model.fused_layers import NOTE
+from mpic.model.program import NOTE
 from mpic_lab.bench import profile, step_profile
 from mpic_lab.bench.harness import BenchDevice, Ticker
 from mpic_lab.bench.step_profile import (
@@ -79,7 +79,7 @@ def test_turns_of_the_engine_that_compute_nothing_do_not_count():
 
 def test_an_engines_own_thread_is_watched_and_left_as_it_was():
     pair, ids = make_pair(TINY, CPU), Ids(TINY.vocabulary)
-    before, pair.loaded.fused = hooks.attend_layer, None
+    before, pair.loaded.program = hooks.attend_layer, None
     with engine_for(pair.loaded, 512) as engine:
         found = profile_steps(
             engine, lambda: first_token(engine, request_of(prompt_of(ids.fresh(40)), "full", 1))
@@ -99,7 +99,7 @@ def test_a_fused_step_is_one_part_and_no_layer_is_watched():
         decoder.load(pair.loaded.kinds[0].dim, pair.loaded.dtype)
     except KernelUnavailable as reason:
         pytest.skip(f"the kernel of fused steps cannot be built or is not used here: {reason}")
-    assert pair.loaded.fused is not None, pair.loaded.info.details[NOTE]
+    assert pair.loaded.program is not None, pair.loaded.info.details[NOTE]
     with engine_for(pair.loaded, 512) as engine:
         request = request_of(prompt_of(ids.fresh(40)), "full", 6)
         found = profile_steps(engine, lambda: engine.submit(request).result())
