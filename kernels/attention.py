@@ -13,7 +13,7 @@ implementation: one file with a ``Partial`` and one line in ``mpic.kernels.backe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -89,6 +89,8 @@ class SpanCall(NamedTuple):
             Otherwise every row sees every slot.
         first: True if no earlier call of the step covers any of these rows, so that the result is stored, not merged.
         visible: ``[rows]`` int64, the number of first slots that each row does not see (a window); None: it sees all.
+        slots: int64, the extent's slots in the order in which the span counts them, where many spans of a chunk are
+            read as if they lay side by side (``mpic.kernels.gathered``); None: as they lie.
     """
 
     rows: slice
@@ -96,22 +98,7 @@ class SpanCall(NamedTuple):
     causal: bool = False
     first: bool = False
     visible: torch.Tensor | None = None
-
-
-class GatheredCalls(NamedTuple):
-    """Calls over some slots of one extent, which are attended to as if they lay side by side (``attend`` copies them).
-
-    ``mpic.kernels.gathered`` makes them of a chunk that a policy has cut into many spans.
-
-    Args:
-        source: the keys and values of the extent.
-        slots: ``[kept]`` int64, the slots in the order in which the calls' spans count them.
-        calls: at least one call, none of them causal; ``visible`` as in any call.
-    """
-
-    source: KVView
-    slots: torch.Tensor
-    calls: tuple[SpanCall, ...]
+    slots: torch.Tensor | None = None
 
 
 class Extras(NamedTuple):
@@ -184,7 +171,7 @@ def rotate(q: torch.Tensor, rotation: QueryRotation) -> torch.Tensor:
 
 def attend(
     q: torch.Tensor,
-    calls: Sequence[SpanCall | GatheredCalls],
+    calls: Sequence[SpanCall],
     scale: float,
     partial: Partial,
     rotation: Rotation,
@@ -212,7 +199,8 @@ def attend(
         return singles.attend(q, layer, scale, extras)
     out = torch.empty(rows, heads, dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(heads, rows, dtype=torch.float32, device=q.device)
-    for call, keys, values, is_copy in _read(calls, layer):
+    for call in calls:
+        keys, values = _read(call, layer)
         queries, turn = q[:, call.rows], rotation(call.span.base)
         if turn is not None:
             queries = rotate(queries, turn)
@@ -220,7 +208,7 @@ def attend(
             keys, values = keys[:kv_heads, :, :dim], values[:kv_heads, :, :dim]
         if call.visible is None and extras.softcap is None:
             o, l = partial(queries[None], keys[None], values[None], call.causal, scale)
-        elif is_copy and extras.softcap is None and q.device.type == "cpu":
+        elif call.slots is not None and extras.softcap is None and q.device.type == "cpu":
             o, l = cpu.suffixes(queries[None], keys[None], values[None], scale, call.visible)
         else:
             arguments = (call.causal, scale, call.visible, extras.softcap)
@@ -233,22 +221,15 @@ def attend(
     return out
 
 
-def _read(
-    calls: Sequence[SpanCall | GatheredCalls], layer: int
-) -> Iterator[tuple[SpanCall, torch.Tensor, torch.Tensor, bool]]:
-    """Yields every call with the keys and values of its span, ``[kv_heads, tokens, head_dim]`` each, and whether these
-    are a copy. The copy of one chunk goes when that of the next one has been made."""
-    for call in calls:
-        if not isinstance(call, GatheredCalls):
-            yield call, *call.span.source.layers(call.span.lo, call.span.hi)[layer], False
-            continue
-        keys, values = call.source.layers(0, call.source.data.shape[3])[layer]
-        is_pair = values is not keys  # else the values are the keys
-        keys = keys.index_select(1, call.slots)
-        values = values.index_select(1, call.slots) if is_pair else keys
-        for part in call.calls:
-            slots = slice(part.span.lo, part.span.hi)
-            yield part, keys[:, slots], values[:, slots], True
+def _read(call: SpanCall, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns keys and values of a call, ``[kv_heads, tokens, head_dim]`` each; a copy where slots are listed."""
+    source, lo, hi, *_ = call.span
+    if call.slots is None:
+        return source.layers(lo, hi)[layer]
+    keys, values = source.layers(0, source.data.shape[3])[layer]
+    is_pair, slots = values is not keys, call.slots[lo:hi]  # else the values are the keys
+    keys = keys.index_select(1, slots)
+    return keys, values.index_select(1, slots) if is_pair else keys
 
 
 def _merge(out: torch.Tensor, lse: torch.Tensor, o: torch.Tensor, l: torch.Tensor, first: bool) -> None:

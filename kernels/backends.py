@@ -1,19 +1,118 @@
-"""Chooses the implementation of span attention for a device. Each is imported only when it is chosen."""
+"""Chooses the implementations of span attention that serve the rows of a model on a device: those of blocks, and those
+of rows that stand alone. Each is imported only when it is chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from mpic.kernels import instructions
+from mpic.errors import ModelRefused
+from mpic.kernels import instructions, reference
 from mpic.kernels.attention import Partial
 
 if TYPE_CHECKING:
-    from mpic.kernels.block import BlockKernel
     from mpic.kernels.block_spans import BlockSpanKernel
     from mpic.kernels.stream import StreamKernel
+
+
+class AttentionChoice(NamedTuple):
+    """The implementations of one name.
+
+    Args:
+        name: shown in ``/health``.
+        blocks: the name of what serves blocks of rows.
+        partial: serves blocks span by span, and single rows where ``streams`` is empty.
+        streams: serve single rows, one for each kind of layer, or none.
+        spans: serve blocks over all their spans, one for each kind of layer, or none.
+        note: the reason why single rows are slower than they could be; empty where they are not.
+        blocks_note: the same of blocks.
+    """
+
+    name: str
+    blocks: str
+    partial: Partial
+    streams: Sequence[StreamKernel] = ()
+    spans: Sequence[BlockSpanKernel] = ()
+    note: str = ""
+    blocks_note: str = ""
+
+
+def choose(
+    name: str,
+    dims: Sequence[int],
+    capped: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+) -> AttentionChoice:
+    """Returns the implementations of a name, or those that are best here (``auto``).
+
+    Args:
+        dims: the head dimension of each kind of layer.
+        capped: whether a layer caps its scores.
+
+    Raises:
+        ModelRefused: it is not available for this device and these dtypes.
+    """
+    own, partial = backend(device, dtype)
+    choices = [
+        AttentionChoice(own, own, partial),
+        AttentionChoice("reference", "reference", reference.partial),
+    ]
+    found = [single_rows(device, dtype, dim, kv_dtype) for dim in dims]
+    reason = next((f"no cpu-stream: {reason}" for _, reason in found if reason), "")
+    streams = [stream for stream, _ in found if stream is not None]
+    if len(streams) == len(dims):
+        choices.insert(0, _compiled(choices[0], streams, dims, capped, device, dtype, kv_dtype))
+    if kv_dtype is not dtype:
+        choices = [_other_kv(choices[0], device, dtype, kv_dtype, reason)]
+    for choice in choices:
+        if name in ("auto", choice.name):
+            return choice._replace(note=reason)
+    available = ", ".join(choice.name for choice in choices)
+    raise ModelRefused(
+        f"attention '{name}' does not run on {device} with {dtype}; available: auto, {available}, triton (CUDA)"
+        + (f"; {reason}" if reason else "")
+    )
+
+
+def _other_kv(
+    choice: AttentionChoice, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, reason: str
+) -> AttentionChoice:
+    """Returns a choice whose kernels read keys and values in another dtype than the model's.
+
+    Raises:
+        ModelRefused: there are none.
+    """
+    kept, own = (str(one).removeprefix("torch.") for one in (kv_dtype, dtype))
+    if device.type != "cpu" or dtype is not torch.float32:
+        raise ModelRefused(f"kv_dtype {kept} is for models in float32 on the CPU, not in {own} on {device}")
+    if not choice.spans:
+        why = "; ".join(filter(None, (reason, choice.blocks_note)))
+        raise ModelRefused(f"kv_dtype {kept} needs our own kernels for the CPU: {why}")
+    return choice
+
+
+def _compiled(
+    torchs: AttentionChoice,
+    streams: Sequence[StreamKernel],
+    dims: Sequence[int],
+    capped: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+) -> AttentionChoice:
+    """Returns our own kernels: for blocks the one that takes all spans; torch's where it does not serve the layers."""
+    choice = torchs._replace(name=streams[0].name, streams=streams)
+    if capped:
+        spans, reason = [], "its scores are capped"
+    else:
+        spans, reason = block_spans(device, dtype, dims, kv_dtype)
+    if spans:
+        return choice._replace(blocks=spans[0].name, spans=spans, blocks_note=reason)
+    return choice._replace(blocks_note=f"no cpu-block-spans: {reason}")
 
 
 def backend(device: torch.device, dtype: torch.dtype) -> tuple[str, Partial]:
@@ -22,7 +121,7 @@ def backend(device: torch.device, dtype: torch.dtype) -> tuple[str, Partial]:
     ``mpic.kernels.triton`` takes whole steps instead of calls, so it is chosen elsewhere: by name, or by the engine
     where it serves best (``LoadedModel.choose_attention``, ``mpic.engine.load_engine``).
     """
-    from mpic.kernels import cpu, cuda, reference
+    from mpic.kernels import cpu, cuda
 
     if device.type == "cpu":
         return "cpu-flash", cpu.partial
@@ -45,25 +144,6 @@ def single_rows(
     try:
         return stream.load(head_dim, dtype, kv_dtype), ""
     except stream.KernelUnavailable as error:
-        return None, str(error)
-
-
-def row_blocks(
-    device: torch.device, dtype: torch.dtype, dims: Iterable[int]
-) -> tuple[BlockKernel | None, str]:
-    """Returns a kernel for blocks of rows with heads of these dimensions, if the device has one, or None and the reason
-    ("" where none exists for the device and dtype, or ``block_spans`` has the better one)."""
-    from mpic.kernels import block, pairs
-
-    if device.type != "cpu" or dtype != torch.bfloat16:
-        return None, ""
-    if instructions.unit():
-        return None, ""
-    if instructions.pairs() and not pairs.are_fast():
-        return None, ""
-    try:
-        return block.load(dims), ""
-    except block.KernelUnavailable as error:
         return None, str(error)
 
 

@@ -4,15 +4,14 @@ A row that links chunks attends to dozens of spans. Span by span (``attention.at
 runs torch's flash kernel and merges its result into the earlier ones, and each of these reads and writes all rows.
 Torch's kernel also computes both halves of a causal mask's blocks. This kernel takes a layer in one call.
 
-The C file is compiled once for each head dimension and dtype (``c_kernel.py``). bf16 numbers are widened to fp32; where
-the processor is fast at products of pairs of them, ``block.py`` is faster.
+The C file is compiled once for each head dimension and dtype (``c_kernel.py``). bf16 numbers are widened to fp32.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from mpic.kernels import c_kernel, instructions
 from mpic.kernels.attention import (
     PLAIN,
     Extras,
-    GatheredCalls,
     KVView,
     QueryRotation,
     Rotations,
@@ -70,7 +68,7 @@ class BlockSpans:
     def __init__(
         self,
         kernel: BlockSpanKernel,
-        calls: Sequence[SpanCall | GatheredCalls],
+        calls: Sequence[SpanCall],
         heads: int,
         rotations: Rotations,
         kv_heads: int | None = None,
@@ -78,11 +76,10 @@ class BlockSpans:
         self._kernel, self._heads = kernel, heads
         self._kept: list[object] = [list(calls)]  # kept alive, because C holds their addresses
         bases: dict[int, int] = {}
-        single = list(_single_calls(calls))
-        rows = [self._call(call, slots, heads, kv_heads, bases) for call, slots in single]
+        rows = [self._call(call, heads, kv_heads, bases) for call in calls]
         table = np.array(rows, dtype=np.int64)
-        firsts = [call.rows for call, _ in single if call.first]
-        of_kv = kv_heads or _view(calls[0]).data.shape[2]
+        firsts = [call.rows for call in calls if call.first]
+        of_kv = kv_heads or calls[0].span.source.data.shape[2]
         blocks, order = _blocks(kernel, firsts, table[:, 5:7], heads // of_kv, of_kv)
         self._rows = max(rows.stop for rows in firsts)
         turn = rotations(list(bases)) if bases else None
@@ -122,15 +119,14 @@ class BlockSpans:
     def _call(
         self,
         call: SpanCall,
-        slots: torch.Tensor | None,
         heads: int,
         kv_heads: int | None,
         bases: dict[int, int],
     ) -> tuple[int, ...]:
         """Returns a call as a row of the table (``Call`` of block_spans.c). ``bases`` numbers those that turn."""
-        span, rows = call.span, call.rows
+        span, rows, slots = call.span, call.rows, call.slots
         kv = span.source.data
-        self._kernel.check(call, heads, kv_heads, None if slots is None else len(slots))
+        self._kernel.check(call, heads, kv_heads)
         to_layer, to_part, to_head, to_slot, _ = kv.stride()
         size = kv.element_size()
         keys = kv.data_ptr() + (span.lo * to_slot * size if slots is None else 0)
@@ -146,24 +142,6 @@ class BlockSpans:
             *(keys, values, to_layer, to_head, to_slot, rows.start, rows.stop),
             *(span.tokens, call.causal, angle, listed, hidden),
         )
-
-
-def _single_calls(
-    calls: Sequence[SpanCall | GatheredCalls],
-) -> Iterator[tuple[SpanCall, torch.Tensor | None]]:
-    """Yields every call, and the slots of its extent in the order in which its span counts them (None: as they lie)."""
-    for call in calls:
-        if isinstance(call, GatheredCalls):
-            yield from (
-                (part._replace(span=part.span._replace(source=call.source)), call.slots)
-                for part in call.calls
-            )
-        else:
-            yield call, None
-
-
-def _view(call: SpanCall | GatheredCalls) -> KVView:
-    return call.source if isinstance(call, GatheredCalls) else call.span.source
 
 
 def _blocks(
@@ -219,7 +197,7 @@ class BlockSpanKernel:
 
     def blocks(
         self,
-        calls: Sequence[SpanCall | GatheredCalls],
+        calls: Sequence[SpanCall],
         heads: int,
         rotations: Rotations,
         kv_heads: int | None = None,
@@ -236,16 +214,16 @@ class BlockSpanKernel:
         """
         return BlockSpans(self, calls, heads, rotations, kv_heads)
 
-    def check(self, call: SpanCall, heads: int, part: int | None, listed: int | None) -> None:
+    def check(self, call: SpanCall, heads: int, part: int | None) -> None:
         """Raises ValueError if the kernel cannot read a call's span (``part`` heads of it, if given) for this number of
-        heads. ``listed`` is the number of listed slots that the span counts, or None."""
+        heads."""
         kv, span = call.span.source.data, call.span
         _, parts, kv_heads, slots, dim = kv.shape
         if part is not None and part <= kv_heads and self.head_dim <= dim:
             kv_heads, dim = part, self.head_dim
         fits = (dim, kv.dtype, kv.stride(4), kv.device.type) == (self.head_dim, self.kv_dtype, 1, "cpu")
         fits = fits and parts in (1, 2) and not heads % kv_heads and heads // kv_heads <= self.most_rows
-        fits = fits and 0 <= span.lo < span.hi <= (slots if listed is None else listed)
+        fits = fits and 0 <= span.lo < span.hi <= (slots if call.slots is None else len(call.slots))
         rows = call.rows.stop - call.rows.start
         fits = fits and rows > 0 and (not call.causal or rows == span.tokens)
         visible = call.visible
@@ -303,11 +281,10 @@ def prove(kernel: BlockSpanKernel, tolerance: float) -> None:
     hidden = torch.arange(rows) * 2
     slots = torch.randperm(rows + others, generator=generator)[:listed]
     high = KVView(raised)
-    whole = SpanCall(block, Span(high, 0, listed))
     calls = [
         SpanCall(block, Span(view, 0, rows), causal=True, first=True),
         SpanCall(block, Span(view, rows, rows + others, base=7), visible=hidden),
-        GatheredCalls(high, slots, (whole,)),
+        SpanCall(block, Span(high, 0, listed), slots=slots),
     ]
     got = kernel.blocks(calls, 4, lambda bases: turn).attend(q, 0, dim**-0.5, Extras(None, sinks))
     keys, values = kv[0].double().repeat_interleave(2, 1)

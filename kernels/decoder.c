@@ -1,4 +1,4 @@
-/* The layers of a Llama-like decoder: all of them for rows that stand alone (`decode`), by one team of threads, and what
+/* The layers of a Llama-like decoder: all of them for rows that stand alone (`decode_tokens`), by one team of threads, and what
  * stands between the products of a layer for blocks of rows (`between`), whose products and attention are others'.
  *
  * Each layer is: RMS norm, queries, keys and values, an RMS norm of every head where the model has one, rotation, keys and
@@ -275,17 +275,7 @@ static void end(const Decoder *d, const Pass *p) {
   if (is_block(d, p)) d->unit.stop();
 }
 
-/* A step of all layers. */
-void decode(const Decoder *d, const Pass *p) {
-#pragma omp parallel num_threads(p->threads) if (is_large(d, p))
-  {
-    begin(d, p);
-    run_layers(d, p);
-    end(d, p);
-  }
-}
-
-/* What stands before and behind the layers; whole_decoder.py: EndsStruct. */
+/* What stands before and behind the layers; decoder.py: EndsStruct. */
 typedef struct {
   const number *embedding; /* [vocabulary, hidden] */
   Product head;
@@ -307,7 +297,7 @@ void decode_tokens(const Decoder *d, const Pass *p, const Ends *ends, const int6
   }
 }
 
-/* What stands between the products of a layer, for blocks of rows; decoder_blocks.py: BlockPart. */
+/* What stands between the products of a layer, for blocks of rows; decoder.py: BlockPart. */
 enum { BEFORE_ATTENTION, HEADS, BEFORE_GATE, ACTIVATION, LAST };
 
 void between(const Decoder *d, const Pass *p, int64_t part, int64_t number_of_layer) {

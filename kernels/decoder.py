@@ -1,11 +1,15 @@
-"""The layers of a Llama-like decoder on the CPU: builds ``decoder.c``, calls it. All of them in one call for rows that
-stand alone; ``decoder_blocks.py`` runs blocks of rows.
+"""The layers of a Llama-like decoder on the CPU: builds ``decoder.c``, calls it.
 
-A step of one row runs about ten modules a layer, each of a few microseconds of Python, and a dozen small operations of
-torch between them. For small models and small batches that is more than the numbers take. The C file is made of those
-of the kernels that serve such rows layer by layer (``stream.c``, ``linear.c``), and calls the one for blocks of rows on
-a matrix unit (``linear_tiles.c``), so the results differ by rounding
-alone. Weights are read where they lie. ``whole_decoder.py`` runs the same from tokens to logits.
+For rows that stand alone (``WholeDecoder``) a step is one call, from tokens to logits. A step of one row runs about ten
+modules a layer, each of a few microseconds of Python, and a dozen small operations of torch between them; for small
+models and small batches that is more than the numbers take. The C file is made of those of the kernels that serve such
+rows layer by layer (``stream.c``, ``linear.c``), and calls the one for blocks of rows on a matrix unit
+(``linear_tiles.c``), so the results differ by rounding alone. Weights are read where they lie.
+
+Blocks of rows (``BlockLayers``) are products (``products.py``), and between them ``decoder.c``. Written as modules, a
+layer has about twenty operations between its products, each of which reads and writes all rows, most of them into new
+memory: a sixth of the time of a prompt of 512 tokens (12 layers x 768). Here these are a few calls, on memory that is
+used again.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+from collections.abc import Callable
+from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +36,13 @@ SOURCE = Path(__file__).with_name("decoder.c")
 BLOCK_ROWS = 64
 """Rows of the largest step of rows that stand alone, where blocks of rows are multiplied on a matrix unit. They are one
 block there (``linear_tiles.ROWS``)."""
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""``(layer, q [heads, T, head_dim], k [kv_heads, T, head_dim], v) -> [T, heads, head_dim]``, fp32 or the model's dtype;
+queries and keys are rotated, and keys and values are in their places if these were given."""
+
+_KEPT_ROWS = 1024
+"""Rows for which memory is kept from step to step: a larger step computes so long that allocating it does not count."""
 
 _I64, _F32, _ADDRESS = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -102,6 +115,15 @@ class PassStruct(ctypes.Structure):
     ]
 
 
+class EndsStruct(ctypes.Structure):
+    """``Ends`` of decoder.c."""
+
+    _fields_ = [
+        *((name, _ADDRESS) for name in ["embedding", "head", "head_bias"]),
+        ("outputs", _I64),
+    ]
+
+
 class DecoderLayers:
     """The layers of one model; made by ``DecoderKernel.decoder``.
 
@@ -124,7 +146,6 @@ class DecoderLayers:
         self._refuse(weights)
         table = [[0 if w is None else w.data_ptr() for w in layer.flat] for layer in weights.layers]
         self._table = np.array(table, dtype=np.int64)
-        self._function = kernel.decode
         few, self._blocks = kernel.products.few, kernel.products.tiles
         widths = (self.hidden, self._heads * self.head_dim, self._inner)
         self._widest = max(widths)
@@ -140,52 +161,6 @@ class DecoderLayers:
             *(self._table.ctypes.data, weights.last_norm.data_ptr()),
             *(weights.epsilon, weights.head_epsilon, weights.scale),
         )
-        self._pass, self._lock = PassStruct(), threading.Lock()
-        self._room: list[torch.Tensor] = []
-        self._rows = self._threads = 0  # for which there is room
-
-    def __call__(
-        self,
-        state: torch.Tensor,
-        cosine: torch.Tensor,
-        sine: torch.Tensor,
-        writes: RowWrites,
-        rows: StreamRows,
-    ) -> torch.Tensor:
-        """Runs all layers; keys and values are written, then attended to.
-
-        Args:
-            state: ``[T, hidden]``, the inputs of the first layer; overwritten.
-            cosine, sine: ``[T, half]`` fp32, of the rows' positions.
-            writes, rows: the tables of the step, in which all T rows stand alone, in order.
-
-        Returns:
-            ``[T, hidden]`` behind the last norm.
-
-        Raises:
-            ValueError: tensors of other sizes, dtypes or layouts.
-        """
-        count = len(state)
-        if (
-            count > self.most_rows
-            or not self.takes(state, cosine, sine)
-            or count != len(rows.rows)
-            or not self.writes_to(writes, count)
-        ):
-            raise ValueError(f"cpu-decoder cannot run a step of {tuple(state.shape)} {state.dtype}")
-        out, this = torch.empty_like(state), self._pass
-        with self._lock:  # the memory to work in is one
-            threads = torch.get_num_threads()
-            if count > self._rows or threads > self._threads:
-                most = max(count, self._rows)
-                self._room = self.make_room(this, most)
-                self._rows, self._threads = most, threads
-            this.step, this.rows, this.threads = rows.address, count, threads
-            this.state, this.out = state.data_ptr(), out.data_ptr()
-            this.cosine, this.sine = cosine.data_ptr(), sine.data_ptr()
-            this.memory, this.slots = writes.memory.data_ptr(), writes.index.data_ptr()
-            self._function(self.struct, this)
-        return out
 
     def takes(self, state: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> bool:
         """Returns whether these can be the inputs of the first layer, and the rotations of their rows."""
@@ -265,21 +240,252 @@ class DecoderKernel:
         self, head_dim: int, kv_dtype: torch.dtype, library: ctypes.CDLL, products: Products
     ) -> None:
         self.head_dim, self.kv_dtype, self.products = head_dim, kv_dtype, products
-        self.decode, self.between, self.decode_tokens = library.decode, library.between, library.decode_tokens
+        self.between, self.decode_tokens = library.between, library.decode_tokens
         structs = [ctypes.POINTER(DecoderStruct), ctypes.POINTER(PassStruct)]
-        self.decode.argtypes, self.between.argtypes = structs, [*structs, _I64, _I64]
-        self.decode_tokens.argtypes = [*structs, *[_ADDRESS] * 3]
-        self.decode.restype = self.between.restype = self.decode_tokens.restype = None
+        self.between.argtypes, self.decode_tokens.argtypes = (
+            [*structs, _I64, _I64],
+            [*structs, *[_ADDRESS] * 3],
+        )
+        self.between.restype = self.decode_tokens.restype = None
 
     def decoder(self, weights: DecoderWeights, half: int) -> DecoderLayers:
         """Returns the layers of a model; see ``DecoderLayers``."""
         return DecoderLayers(self, weights, half)
 
 
+class WholeDecoder:
+    """Steps of one model in which every row stands alone. One engine uses it, one step at a time: the memory to work in
+    and the logits are one.
+
+    Args:
+        kernel: that of the layers.
+        layers: the model's layers.
+        embedding: ``[vocabulary, hidden]``.
+        head: the output projection.
+
+    Raises:
+        ValueError: weights of other dtypes, devices, sizes or layouts than the layers have.
+
+    Attributes:
+        most_rows: rows of the largest step.
+        vocabulary: number of tokens that have an embedding.
+    """
+
+    def __init__(
+        self, kernel: DecoderKernel, layers: DecoderLayers, embedding: torch.Tensor, head: Product
+    ) -> None:
+        self.vocabulary, outputs = len(embedding), len(head.weight)
+        layers.refuse_tensor("the embedding", embedding, (self.vocabulary, layers.hidden))
+        layers.refuse_tensor("the output projection", head.weight, (outputs, layers.hidden))
+        if head.bias is not None:
+            layers.refuse_tensor("the bias of the output projection", head.bias, (outputs,))
+        self._layers, self.most_rows = layers, layers.most_rows
+        self._function = kernel.decode_tokens
+        bias = None if head.bias is None else head.bias.data_ptr()
+        self._ends = EndsStruct(embedding.data_ptr(), head.weight.data_ptr(), bias, outputs)
+        self._weights = embedding, head  # kept alive, because C holds their addresses
+        self._tokens = np.zeros(self.most_rows, np.int64)
+        self._logits = torch.empty(self.most_rows, outputs, dtype=layers.dtype)
+        self._places = ctypes.addressof(self._ends), self._tokens.ctypes.data, self._logits.data_ptr()
+        state = torch.empty(2, self.most_rows, layers.hidden, dtype=layers.dtype)
+        self._pass = PassStruct(state=state[0].data_ptr(), out=state[1].data_ptr())
+        self._state, self._room, self._threads = state, list[torch.Tensor](), 0
+        self._tables: tuple[StreamRows, RowWrites] | None = None
+        self._rotations: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._steps, self._step_bytes, self._addresses = 0, 0, (0, 0)  # of the rotations
+
+    def use(self, rows: StreamRows, writes: RowWrites) -> None:
+        """Has the steps that follow use these tables, with what they say by then.
+
+        Args:
+            rows: the spans that each row sees.
+            writes: the slots of keys and values.
+
+        Raises:
+            ValueError: they are not those of one step of this model.
+        """
+        count = len(rows.rows)
+        if not 0 < count <= self.most_rows or not self._layers.writes_to(writes, count):
+            raise ValueError(f"a step of {count} rows does not write keys and values of this model")
+        this = self._pass
+        if count != this.rows:
+            self._rotations, self._steps = None, 0
+        this.step, this.rows = rows.address, count
+        this.memory, this.slots = writes.memory.data_ptr(), writes.index.data_ptr()
+        self._tables = rows, writes
+
+    def rotate(self, cosine: torch.Tensor, sine: torch.Tensor) -> None:
+        """Sets the rotations of steps: cosine and sine ``[steps, rows, half]`` fp32 of the rows' positions.
+
+        Raises:
+            ValueError: tensors of another size, dtype or layout.
+        """
+        for table in (cosine, sine):
+            shape, layout = (self._pass.rows, self._layers.half), table.is_contiguous()
+            if (
+                table.shape[1:] != shape
+                or len(table) != len(cosine)
+                or table.dtype is not torch.float32
+                or not layout
+            ):
+                raise ValueError(f"{tuple(table.shape)} {table.dtype} are no rotations of {shape}")
+        self._rotations = cosine, sine
+        self._steps, self._step_bytes = len(cosine), cosine[:1].nbytes
+        self._addresses = cosine.data_ptr(), sine.data_ptr()
+
+    def __call__(self, tokens: list[int], step: int) -> torch.Tensor:
+        """Runs a step: keys and values are written, then attended to.
+
+        Args:
+            tokens: of the rows, each below ``vocabulary``.
+            step: number of the rotations.
+
+        Returns:
+            Logits ``[rows, outputs]`` in the model's dtype, valid until the next step.
+
+        Raises:
+            ValueError: numbers that are no tokens, or rotations that were not set.
+        """
+        this = self._pass
+        rows = this.rows
+        if len(tokens) != rows or min(tokens) < 0 or max(tokens) >= self.vocabulary:
+            raise ValueError(f"{len(tokens)} tokens, up to {max(tokens)}, of {rows} rows")
+        if not 0 <= step < self._steps:
+            raise ValueError(f"no rotations of step {step} of {rows} rows")
+        self._tokens[:rows] = tokens
+        this.threads = torch.get_num_threads()
+        if this.threads > self._threads:
+            self._room, self._threads = self._layers.make_room(this, self.most_rows), this.threads
+        skipped = step * self._step_bytes
+        this.cosine, this.sine = self._addresses[0] + skipped, self._addresses[1] + skipped
+        self._function(self._layers.struct, this, *self._places)
+        return self._logits[:rows]
+
+
+class BlockPart(IntEnum):
+    """A part of a layer that stands between products (``between`` of decoder.c)."""
+
+    BEFORE_ATTENTION = 0
+    HEADS = 1
+    BEFORE_GATE = 2
+    ACTIVATION = 3
+    LAST = 4
+
+
+class BlockLayers:
+    """The layers of one model for steps of any rows.
+
+    Args:
+        kernel: has made ``layers``.
+    """
+
+    def __init__(self, kernel: DecoderKernel, layers: DecoderLayers) -> None:
+        self._function, self._products = kernel.between, kernel.products
+        self._layers = layers
+        self._memory = threading.local()  # a step may wait for loads, and others must not wait with it
+
+    def __call__(
+        self,
+        state: torch.Tensor,
+        cosine: torch.Tensor,
+        sine: torch.Tensor,
+        places: torch.Tensor,
+        attend: Attend,
+        wanted: torch.Tensor,
+    ) -> torch.Tensor:
+        """Runs all layers. Behind the attention of the last one only the rows whose results are wanted are computed.
+
+        Args:
+            state: ``[T, hidden]``, the inputs of the first layer; overwritten.
+            cosine, sine: ``[T, half]`` fp32, of the rows' positions.
+            places: ``[T, 4]`` int64, where a row's keys and values go: address in layer 0 and key head 0 (0: nowhere),
+                and the distances to the next layer, from keys to values and to the next head, in numbers.
+            attend: computes a layer's attention.
+            wanted: ``[w]`` int64, the rows whose results are wanted.
+
+        Returns:
+            ``[w, hidden]`` behind the last norm.
+
+        Raises:
+            ValueError: tensors of other sizes, dtypes or layouts.
+        """
+        count, layers = len(state), self._layers
+        fits = layers.takes(state, cosine, sine) and places.shape == (count, 4)
+        if not fits or places.dtype is not torch.int64 or not places.is_contiguous():
+            raise ValueError(f"cpu-decoder cannot run a step of {tuple(state.shape)} {state.dtype}")
+        room = self._room(count)
+        this = PassStruct(rows=count, threads=torch.get_num_threads())
+        _point(this, {"state": state, "cosine": cosine, "sine": sine, "places": places, **room})
+        heads = [
+            room[name].view(count, -1, layers.head_dim).transpose(0, 1) for name in ("query", "key", "value")
+        ]
+        last = len(layers.weights.layers) - 1
+        for layer in range(last + 1):
+            attended = self._attended(layer, this, room, heads, attend)
+            if layer == last and len(wanted) < count:
+                state, attended = state[wanted], attended[wanted]
+                room = {name: memory[: len(wanted)] for name, memory in room.items()}
+                this.rows = len(wanted)
+                _point(this, {"state": state})
+            if this.rows:
+                self._behind_attention(layer, this, room, attended)
+        out = torch.empty_like(state)
+        if this.rows:
+            _point(this, {"out": out})
+            self._between(this, BlockPart.LAST, last)
+        return out if len(wanted) < count else out[wanted]
+
+    def _attended(
+        self,
+        layer: int,
+        this: PassStruct,
+        room: dict[str, torch.Tensor],
+        heads: list[torch.Tensor],
+        attend: Attend,
+    ) -> torch.Tensor:
+        """Computes a layer up to its attention, whose results it returns: ``[T, heads * head_dim]``."""
+        weights = self._layers.weights.layers[layer]
+        self._between(this, BlockPart.BEFORE_ATTENTION, layer)
+        projections = [weights.query, weights.key, weights.value]
+        self._products.into(room["normed"], projections, [room[name] for name in ("query", "key", "value")])
+        self._between(this, BlockPart.HEADS, layer)
+        return attend(layer, *heads).reshape(this.rows, -1).to(self._layers.dtype)
+
+    def _behind_attention(
+        self, layer: int, this: PassStruct, room: dict[str, torch.Tensor], attended: torch.Tensor
+    ) -> None:
+        """Computes the rest of a layer for ``this.rows`` rows, whose state it changes, from what they have attended to,
+        ``[rows, heads * head_dim]``; ``room`` has memory for as many."""
+        weights, multiply = self._layers.weights.layers[layer], self._products.into
+        multiply(attended, [weights.output], [room["product"]])
+        self._between(this, BlockPart.BEFORE_GATE, layer)
+        multiply(room["normed"], [weights.gate, weights.up], [room["gate"], room["up"]])
+        self._between(this, BlockPart.ACTIVATION, layer)
+        multiply(room["gate"], [weights.down], [room["product"]])
+
+    def _between(self, this: PassStruct, part: BlockPart, layer: int) -> None:
+        self._function(self._layers.struct, this, part, layer)
+
+    def _room(self, count: int) -> dict[str, torch.Tensor]:
+        """Returns memory for ``count`` rows."""
+        if count > _KEPT_ROWS:
+            return self._layers.room(count)
+        kept: dict[str, torch.Tensor] | None = getattr(self._memory, "room", None)
+        if kept is None or len(kept["normed"]) < count:
+            kept = self._memory.room = self._layers.room(count)
+        return {name: memory[:count] for name, memory in kept.items()}
+
+
+def _point(this: PassStruct, tensors: dict[str, torch.Tensor]) -> None:
+    """Has a step work on these tensors."""
+    for name, tensor in tensors.items():
+        setattr(this, name, tensor.data_ptr())
+
+
 @functools.cache
 def load(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> DecoderKernel:
     """Builds the kernel, or takes it from the cache folder. The kernels that it is made of have proved themselves;
-    whether it computes what a model does is proved with the model (``mpic.model.fused_proof``).
+    whether it computes what a model does is proved with the model (``mpic.model.program_proof``).
 
     Args:
         kv_dtype: of keys and values; None: the model's.

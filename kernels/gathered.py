@@ -4,7 +4,7 @@ Policies that choose tokens one by one (CacheBlend, A3, random ones) cut a chunk
 spans. A call for each of them turns the queries of all later rows and merges their results, for a few keys at a time.
 From ``LEAST`` spans on, a chunk's kept slots are attended to as if they lay side by side: rows behind the chunk see all
 of them in one call, and recomputed rows inside it see those that stand before them. The kernel for blocks over all
-their spans reads the slots from a list (``block_spans.py``); for others each layer copies them into one memory.
+their spans reads the slots from a list (``block_spans.py``); for others each call copies them into one memory.
 
 With copies, one layer of a chunk of 576 tokens cut into 75 spans, with 75 rows inside it and 400 behind, took 7.6 ms in
 place of 102 ms (8 heads of 64, fp32, one core), and with 2 rows behind 3 ms in place of 20 ms.
@@ -18,7 +18,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from mpic.kernels.attention import GatheredCalls, KVView, SpanCall
+from mpic.kernels.attention import KVView, SpanCall
 from mpic.kernels.span import Span
 
 LEAST = 6
@@ -30,7 +30,7 @@ _TILE = 64
 
 def calls_over(
     spans: Sequence[Span[KVView]], lo: int, hi: int, start: int, in_blocks: bool, gathers: bool
-) -> Iterator[SpanCall | GatheredCalls]:
+) -> Iterator[SpanCall]:
     """Yields the calls of a slice of rows over mapped spans, each of which the rows behind it see whole.
 
     Args:
@@ -45,13 +45,13 @@ def calls_over(
             (start + max(lo, first) - lo, span) for span in of_chunk if (first := span.first(in_blocks)) < hi
         ]
         if gathers and len(seen) >= LEAST:
-            yield _gathered(seen, end)
+            yield from _gathered(seen, end)
         else:
             yield from (SpanCall(slice(row, end), span) for row, span in seen)
 
 
-def _gathered(seen: Sequence[tuple[int, Span[KVView]]], end: int) -> GatheredCalls:
-    """Returns the calls of the step's rows up to ``end`` over a chunk's spans, each with the first row that sees it.
+def _gathered(seen: Sequence[tuple[int, Span[KVView]]], end: int) -> Iterator[SpanCall]:
+    """Yields the calls of the step's rows up to ``end`` over a chunk's spans, each with the first row that sees it.
 
     The slots are listed from the last one to the first, so that a row inside the chunk sees a suffix of the list, as
     rows see a suffix of a span through a window (``SpanCall.visible``)."""
@@ -59,14 +59,12 @@ def _gathered(seen: Sequence[tuple[int, Span[KVView]]], end: int) -> GatheredCal
     source, device = spans[0].source, spans[0].source.data.device
     slots = np.concatenate([np.arange(span.hi - 1, span.lo - 1, -1) for span in reversed(spans)])
     kept = np.cumsum([span.tokens for span in spans])  # seen from each of the first rows on
-    whole = Span(source, 0, len(slots), spans[0].base)
-    calls = []
+    whole, listed = Span(source, 0, len(slots), spans[0].base), torch.from_numpy(slots).to(device)
     for lo in range(firsts[0], firsts[-1], _TILE):
         hi = min(lo + _TILE, firsts[-1])
         counts = kept[np.searchsorted(firsts, np.arange(lo, hi), side="right") - 1]
         visible = torch.from_numpy(counts[-1] - counts).to(device) if counts[0] < counts[-1] else None
-        calls.append(
-            SpanCall(slice(lo, hi), whole._replace(lo=len(slots) - int(counts[-1])), visible=visible)
+        yield SpanCall(
+            slice(lo, hi), whole._replace(lo=len(slots) - int(counts[-1])), visible=visible, slots=listed
         )
-    calls.append(SpanCall(slice(firsts[-1], end), whole))
-    return GatheredCalls(source, torch.from_numpy(slots).to(device), tuple(calls))
+    yield SpanCall(slice(firsts[-1], end), whole, slots=listed)

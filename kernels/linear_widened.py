@@ -1,10 +1,10 @@
 """Matrix products of blocks of rows in bf16 on a CPU that multiplies fp32 numbers faster: torch's products of fp32
 numbers over weights that are widened a panel at a time.
 
-Where the processor has neither a matrix unit nor fast products of pairs (``pairs.py``), torch's products of bf16
-numbers take longer than those of fp32 numbers. On two cores of a Xeon they reached 160 GFLOP/s with slow pairs, 60
-where torch was held to AVX-512 without them, and 25 where it was held to AVX2, beside 300 and 155 in fp32; this kernel
-reached 260 and 140. Only a panel's weights are in fp32 at a time, for each caller.
+Where the processor has neither a matrix unit nor fast products of pairs (``instructions.fast_pairs``), torch's products
+of bf16 numbers take longer than those of fp32 numbers. On two cores of a Xeon they reached 160 GFLOP/s with slow pairs,
+60 where torch was held to AVX-512 without them, and 25 where it was held to AVX2, beside 300 and 155 in fp32; this
+kernel reached 260 and 140. Only a panel's weights are in fp32 at a time, for each caller.
 """
 
 from __future__ import annotations

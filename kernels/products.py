@@ -1,7 +1,7 @@
 """The matrix products of linear layers on the CPU: chooses among the kernels, by the number of rows.
 
 Few rows are multiplied at the speed at which weights are read (``linear.py``), blocks of rows on a matrix unit where
-the processor has one for the dtype (``linear_tiles.py``) or as fp32 numbers where these are multiplied faster than bf16
+the processor has one for the dtype (``linear_tiles.py``), as fp32 numbers where these are multiplied faster than bf16
 (``linear_widened.py``), and all others by torch.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mpic.kernels import c_kernel, instructions, linear, linear_tiles, linear_widened, pairs
+from mpic.kernels import c_kernel, instructions, linear, linear_tiles, linear_widened
 from mpic.kernels.c_kernel import KernelUnavailable
 from mpic.kernels.linear import LinearKernel, Product
 from mpic.kernels.linear_tiles import LinearTilesKernel
@@ -91,10 +91,9 @@ def load(dtype: torch.dtype) -> Products:
     few = linear.load(dtype)
     if dtype is not torch.bfloat16:
         return Products(few, None)
-    if not instructions.unit():
-        return Products(few, None if pairs.are_fast() else linear_widened.load())
-    if withheld := c_kernel.why_no_unit():  # from torch, too
-        return Products(few, linear_widened.load(), withheld)
+    withheld = c_kernel.why_no_unit() if instructions.unit() else ""  # from torch, too
+    if withheld or not instructions.unit():
+        return Products(few, None if instructions.fast_pairs() else linear_widened.load(), withheld)
     try:
         return Products(few, linear_tiles.load())
     except KernelUnavailable as error:

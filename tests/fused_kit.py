@@ -7,8 +7,8 @@ import torch
 from families import make_model
 
 from mpic.kernels import c_kernel, linear
-from mpic.model.fused_proof import use_fused_step
 from mpic.model.loaded import LoadedModel
+from mpic.model.program_proof import use_program
 
 DTYPES = [torch.float32, torch.bfloat16]
 FAMILIES = {
@@ -37,5 +37,5 @@ def loaded_model(name="llama", dtype=torch.float32, text=None, model=None, kv_dt
             if parameter.ndim == 1 and parameter.is_floating_point():
                 parameter.add_(torch.randn(parameter.shape).to(parameter.dtype) / 3)
     loaded = LoadedModel(model.to(dtype), None, name, kv_dtype)
-    use_fused_step(loaded)
+    use_program(loaded)
     return loaded

@@ -108,20 +108,18 @@ def compiled_for(*names: str) -> Callable[..., None]:
 def forget_kernels() -> None:
     """Has kernels be chosen and loaded anew."""
     from mpic.kernels import (
-        block,
         block_spans,
         block_tiles,
         decoder,
         linear,
         linear_tiles,
-        pairs,
         products,
         stream,
     )
-    from mpic.model import kernel_linear
+    from mpic.model import own_modules
 
     loads = [
         module.load for module in (block_spans, block_tiles, decoder, linear, linear_tiles, products, stream)
     ]
-    for load in (*loads, block._function, pairs.over_singles, kernel_linear._kernels):
+    for load in (*loads, own_modules._kernels):
         load.cache_clear()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rotation_kit import Rotary
 
 from mpic.kernels import reference
-from mpic.kernels.attention import PLAIN, Extras, GatheredCalls, KVView, SpanCall
+from mpic.kernels.attention import PLAIN, Extras, KVView, SpanCall
 from mpic.kernels.block_spans import BlockSpanKernel
 from mpic.kernels.span import Span
 
@@ -63,8 +63,7 @@ def steps(draw):
                 calls.append(SpanCall(seen, span, visible=hidden))
                 continue
             slots = 3 + torch.randperm(tokens)
-            listed = SpanCall(seen, Span(span.source, tokens // 3, tokens, base))
-            calls.append(GatheredCalls(span.source, slots, (listed,)))
+            calls.append(SpanCall(seen, Span(span.source, tokens // 3, tokens, base), slots=slots))
         total += rows
     heads = kv_heads * group
     rotary = Rotary(draw(st.sampled_from([dim // 2, dim // 4])), draw(st.booleans()))
@@ -92,22 +91,19 @@ def exact(
 ) -> torch.Tensor:
     plain = []
     for call in calls:
-        if isinstance(call, GatheredCalls):
-            copy = KVView(call.source.data[:, :, :, call.slots])
-            plain += [part._replace(span=part.span._replace(source=copy)) for part in call.calls]
-        else:
-            plain.append(call)
+        if call.slots is not None:
+            copy = KVView(call.span.source.data[:, :, :, call.slots])
+            call = call._replace(span=call.span._replace(source=copy), slots=None)
+        plain.append(call)
     return reference.attend(q, plain, scale or q.shape[2] ** -0.5, rotary.rotation, LAYER, extras)
 
 
 def covered(calls: list) -> torch.Tensor:
-    first = [call for call in calls if not isinstance(call, GatheredCalls) and call.first]
+    first = [call for call in calls if call.first]
     return torch.cat([torch.arange(call.rows.start, call.rows.stop) for call in first])
 
 
 def in_bf16(call):
-    if isinstance(call, GatheredCalls):
-        return call._replace(source=KVView(call.source.data.bfloat16()))
     return call._replace(span=call.span._replace(source=KVView(call.span.source.data.bfloat16())))
 
 
@@ -180,9 +176,7 @@ def small_heads() -> tuple[torch.Tensor, list, list, Rotary]:
     return torch.randn(6, 20, 24), calls, cut, Rotary(4, start=16)
 
 
-def unreadable_span(
-    wrong: str, dtype: torch.dtype, other: torch.dtype
-) -> tuple[SpanCall | GatheredCalls, int]:
+def unreadable_span(wrong: str, dtype: torch.dtype, other: torch.dtype) -> tuple[SpanCall, int]:
     """A call that a kernel for 64 dimensions in ``dtype`` cannot read, and the number of heads.
 
     Args:
@@ -200,7 +194,7 @@ def unreadable_span(
     if wrong == "visible":
         return call._replace(visible=torch.zeros(19, dtype=torch.int64)), heads
     if wrong == "listed":
-        return GatheredCalls(view, torch.arange(19), (call,)), heads
+        return call._replace(slots=torch.arange(19)), heads
     return call, heads
 
 

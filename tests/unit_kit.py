@@ -15,7 +15,7 @@ from spans_kit import needs_compiler
 
 from mpic.kernels import block_tiles, c_kernel, decoder, instructions, linear, linear_tiles, products
 from mpic.kernels.products import BlockProducts, Products
-from mpic.model import kernel_linear
+from mpic.model import own_modules
 
 needs_unit = needs("amx")
 on_both = pytest.mark.parametrize(
@@ -86,5 +86,5 @@ def use_for_blocks(monkeypatch: pytest.MonkeyPatch, kernel: BlockProducts | None
     found = Products(linear.load(dtype), kernel)
     own = products.load
     monkeypatch.setattr(products, "load", lambda asked: found if asked is dtype else own(asked))
-    for module, cached in ((decoder, "load"), (kernel_linear, "_kernels")):
+    for module, cached in ((decoder, "load"), (own_modules, "_kernels")):
         monkeypatch.setattr(module, cached, inspect.unwrap(getattr(module, cached)))

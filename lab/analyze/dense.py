@@ -6,14 +6,15 @@ recomputes run over it. The engine does the same with spans; here it is done wit
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 import torch
 
 from mpic.engine.accounting import segment_shapes
 from mpic.engine.native.batch import BatchSlice, compile_job
+from mpic.engine.native.executor import row_inputs
 from mpic.engine.native.request import LinkedChunk, own_tokens
-from mpic.engine.native.runner import Runner
 from mpic.errors import UnsupportedParameter
 from mpic.kernels.attention import rotate
 from mpic.kv.chunk import Chunk, ChunkInputs, KVKey, Recipe
@@ -104,7 +105,7 @@ class DenseLinker:
                 f"{model.info.name} has layers that cannot be drawn yet (windows, sinks, both directions)"
             )
         self.model, self.adapter = model, adapter
-        self._inputs = Runner(model, None).inputs  # only makes inputs of rows, which needs no pool
+        self._inputs = functools.partial(row_inputs, model)
 
     def inputs(self, chunk: Chunk) -> ChunkInputs:
         if chunk.token_ids is not None:

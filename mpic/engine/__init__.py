@@ -7,14 +7,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mpic.data.published import is_gguf
-from mpic.errors import ModelRefused
 
 if TYPE_CHECKING:
     from mpic.config import EngineConfig
     from mpic.engine.base import Engine
     from mpic.kv.staging import Staging
     from mpic.kv.store import ChunkStore
-    from mpic.model.loaded import LoadedModel
     from mpic.model.proofs import Proofs
 
 log = logging.getLogger(__name__)
@@ -56,7 +54,8 @@ def load_engine(
 
 
 def _load_native(config: EngineConfig, store: ChunkStore | None, proofs: Proofs | None) -> tuple[Engine, Any]:
-    from mpic.engine.native.cuda_graphs import reserved_bytes
+    from mpic.engine.native.choose import choose_attention, graphs_beside
+    from mpic.engine.native.cuda_executor import reserved_bytes
     from mpic.engine.native.device_memory import pool_pages
     from mpic.engine.native.engine import NativeEngine
     from mpic.engine.native.presser import check_press
@@ -75,17 +74,14 @@ def _load_native(config: EngineConfig, store: ChunkStore | None, proofs: Proofs 
         trust_remote_code=config.trust_remote_code,
         proofs=proofs,
     )
-    _choose_attention(model, config.attention, proofs)
+    choose_attention(model, config.attention, proofs)
     check_press(model, config.press)
     adapter = find_adapter(model, config.model, config.packet)
     if parse_policy(config.policy).wrapping.packet:
         require_adapter(adapter, model.info.name, model.no_packets)
     if adapter is not None:
         model.info.details["packet"] = adapter.digest
-    graphs = config.cuda_graphs
-    if graphs == "auto" and config.attention not in ("auto", "triton"):
-        log.info("attention %s was asked for, so steps are not captured", config.attention)
-        graphs = "off"
+    graphs = graphs_beside(config.attention, config.cuda_graphs)
     reserved = reserved_bytes(model, config.max_running, graphs, config.step_tokens)
     pages = pool_pages(model, config.pool_bytes, reserved)
     engine = NativeEngine(
@@ -101,33 +97,6 @@ def _load_native(config: EngineConfig, store: ChunkStore | None, proofs: Proofs 
         cuda_graphs=graphs,
     )
     return engine, model.processor
-
-
-def _choose_attention(model: LoadedModel, name: str, proofs: Proofs) -> None:
-    """Selects the attention of a model that has passed its self-test with torch's, and has it pass with the selected.
-
-    ``auto`` is Triton's for a model in half precision on CUDA: on an H100 a link over ten images had its first token 4
-    times sooner with it than with torch's (``docs/gpu.md``). Where Triton does not take the model, torch's serves it.
-
-    Raises:
-        ModelRefused: the attention was asked for by name, and does not run here or gives other results.
-    """
-    import torch
-
-    from mpic.model.selftest import self_test
-
-    if name == "auto" and (model.device.type != "cuda" or model.dtype is torch.float32):
-        return
-    try:
-        model.choose_attention("triton" if name == "auto" else name)
-        proofs.error_of(model, "text", self_test)
-    except ModelRefused as error:
-        if name != "auto":
-            raise
-        log.warning("torch's attention serves instead of Triton's, several times slower: %s", error.message)
-        model.choose_attention("auto")
-        model.info.details["attention_note"] = error.message
-    model.info.details["self_test"] = proofs.summary
 
 
 def _staging(config: EngineConfig, device: str) -> Staging | None:

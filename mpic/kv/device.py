@@ -5,12 +5,34 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass
+from enum import Enum
 
 from mpic.errors import IntegrityError
 from mpic.kv.barrier import LoadProgress
 from mpic.kv.chunk import ChunkInputs, KVKey
 from mpic.kv.pool import Extent, Pool
 from mpic.kv.prefix import Node, PrefixCache
+
+
+class ChunkState(Enum):
+    """The life of a chunk in the pool."""
+
+    MISSING = "missing"
+    """It has an extent, and nobody fills it yet."""
+    LOADING = "loading"
+    COMPILING = "compiling"
+    READY = "ready"
+    FAILED = "failed"
+    """It could not be read, or its compiling was abandoned."""
+
+
+_FOLLOWING = {
+    ChunkState.MISSING: {ChunkState.LOADING, ChunkState.COMPILING},
+    ChunkState.LOADING: {ChunkState.READY, ChunkState.FAILED},
+    ChunkState.COMPILING: {ChunkState.READY, ChunkState.FAILED},
+    ChunkState.FAILED: {ChunkState.COMPILING},
+    ChunkState.READY: set(),
+}
 
 
 @dataclass(eq=False)
@@ -20,18 +42,37 @@ class Resident:
     Token j of the chunk lies at slot ``first + j`` of the extent (``first`` > 0 behind dropped sink tokens) until a
     press has left ``slots`` of its tokens there, different ones in each layer and head.
     ``refs`` counts requests that link it, jobs that fill it, uploads that wait for it, and its copy to disk while that
-    has to wait. ``progress`` says which layers are there while it is loaded straight into the extent.
+    has to wait. ``state`` is where it is in its life, which only ``become`` changes. ``progress`` says which layers are
+    there while it is loaded straight into the extent. A chunk that is ``dead`` is seen by nobody but those who have it.
     """
 
     key: KVKey
     inputs: ChunkInputs
     extent: Extent
     first: int = 0
-    ready: bool = False
+    state: ChunkState = ChunkState.MISSING
     refs: int = 0
     last_use: float = 0.0
     dead: bool = False
     progress: LoadProgress | None = None
+
+    def become(self, state: ChunkState, progress: LoadProgress | None = None) -> None:
+        """Goes on to the next state of a chunk's life.
+
+        Args:
+            progress: of a load that links may follow.
+
+        Raises:
+            IntegrityError: it does not follow the present one.
+        """
+        if state not in _FOLLOWING[self.state]:
+            raise IntegrityError(f"chunk {self.key.chunk} is {self.state.value} and cannot be {state.value}")
+        self.state, self.progress = state, progress
+
+    @property
+    def ready(self) -> bool:
+        """True once all of its KV is there."""
+        return self.state is ChunkState.READY
 
     @property
     def slots(self) -> int:

@@ -23,7 +23,6 @@ from mpic.errors import ModelRefused
 from mpic.kernels.attention import (
     PLAIN,
     Extras,
-    GatheredCalls,
     KVView,
     Partial,
     Rotation,
@@ -69,7 +68,7 @@ class KindCalls(NamedTuple):
         blocks: the tables of ``calls`` for a kernel that takes all of them at once, or None.
     """
 
-    calls: list[SpanCall | GatheredCalls]
+    calls: list[SpanCall]
     singles: SingleRows | None
     rotation: Rotation
     kv_heads: int | None = None
@@ -159,7 +158,7 @@ class Probe:
     """
 
     layer: int
-    layer_calls: Callable[[int, list[SpanCall | GatheredCalls]], KindCalls]
+    layer_calls: Callable[[int, list[SpanCall]], KindCalls]
     kv_dtype: torch.dtype
     partial: Partial
     patterns: Sequence[Pattern]
@@ -180,7 +179,7 @@ class Probe:
             KVView(narrowed(torch.stack([key[0], value[0]])[None], self.kv_dtype)),
             self.patterns[layer],
         )
-        calls: list[SpanCall | GatheredCalls] = []
+        calls: list[SpanCall] = []
         start = 0
         for length, blocks in zip(self.lengths, self.blocks, strict=True):
             span = Span(fresh, start, start + length)

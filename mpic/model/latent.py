@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from mpic.kv.chunk import LATENT, LATENT_ONCE
-from mpic.model.kernel_linear import KernelLinear
+from mpic.model.own_modules import KernelLinear
 from mpic.model.rotary import Rotary
 from mpic.model.trace import ForwardTrace, LayerFacts, LayerKind, LayerTrace, alike, limit_of
 

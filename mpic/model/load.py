@@ -20,12 +20,12 @@ from transformers import (
 
 from mpic.errors import ModelRefused
 from mpic.model.dtype_choice import HALF, DtypeChoice, dtype_on_cpu, own_dtype
-from mpic.model.fused_proof import find_fused_step, prove_fused_step
 from mpic.model.gguf_model import folder_of
 from mpic.model.image_selftest import image_self_test
 from mpic.model.image_structure import layout_note
 from mpic.model.loaded import LoadedModel
 from mpic.model.own_code import own_code
+from mpic.model.program_proof import find_program, prove_program
 from mpic.model.proofs import Proofs
 from mpic.model.quantize import quantize_weights, refuse_quantize
 from mpic.model.quantized_checkpoint import described, quantization_of, refuse_quantized
@@ -96,7 +96,7 @@ def load_model(
     loaded = LoadedModel(model, processor, name, None if kv_dtype == "auto" else DTYPES[kv_dtype])
     proofs = proofs or Proofs()
     # before any proof, because proofs name the kernels that have been loaded by then
-    fused = find_fused_step(loaded)
+    program = find_program(loaded)
     try:
         error = _tested(loaded, proofs)
     except ModelRefused as refused:
@@ -107,7 +107,7 @@ def load_model(
             f"{refused.message} (in {HALF}, which 'auto' means here; with --dtype float32 it may pass)",
             **refused.details,
         ) from refused
-    prove_fused_step(loaded, fused, proofs)
+    prove_program(loaded, program, proofs)
     log.info("%s: self-test %s, relative error %.1e (%s)", name, proofs.summary, error, loaded.attention_name)
     if loaded.attention_note:
         log.warning("%s: decoding is slower than it could be: %s", name, loaded.attention_note)

@@ -14,22 +14,20 @@ from torch import nn
 
 from mpic.errors import IntegrityError, ModelRefused
 from mpic.imaging.clips import Clip, Sample
-from mpic.kernels import reference
-from mpic.kernels.attention import GatheredCalls, QueryRotation, SingleRows, SpanCall
+from mpic.kernels import backends, reference
+from mpic.kernels.attention import QueryRotation, SingleRows, SpanCall
 from mpic.kernels.patterns import Pattern
 from mpic.kernels.singles import Singles
 from mpic.kernels.upload import send
 from mpic.kv.chunk import LATENT_ONCE, ChunkInputs, KVShape
 from mpic.kv.expected import Expected, Soft
-from mpic.model import attention_choice, hooks, vision
+from mpic.model import hooks, vision
 from mpic.model.clip_sampling import refusal, sampling_digest
 from mpic.model.facts import find_facts
-from mpic.model.fused_layers import NOT_STREAM, NOTE, StepsInOneCall
 from mpic.model.identity import VERIFIED, bos_id, deepstack_layers, eos_ids, fingerprint, preprocessing_digest
 from mpic.model.info import ModelInfo
-from mpic.model.kernel_linear import use_kernels
 from mpic.model.latent import layout_of
-from mpic.model.norms import use_one_call
+from mpic.model.own_modules import use_kernels, use_one_call
 from mpic.model.refusals import context_limit, refuse_unsupported
 from mpic.model.structure import (
     OWN_EMBEDDINGS,
@@ -42,6 +40,7 @@ from mpic.model.structure import (
 from mpic.model.trace import ForwardTrace
 
 if TYPE_CHECKING:
+    from mpic.model.program import Program
     from mpic.model.triton_attention import TritonAttention
 
 
@@ -59,7 +58,7 @@ class LoadedModel:
         ModelRefused: results would be wrong; the message says why.
 
     Attributes:
-        fused: runs the steps that fit it (``mpic.model.fused_proof`` sets it); None: every step runs the modules.
+        program: the proved program of a decoder on the CPU (``mpic.model.program_proof`` sets it), or None.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class LoadedModel:
         self.mrope = 3 if hasattr(self._inner, "get_rope_index") else 1
         self.context_length = context_limit(self.text_config)
         self.image_token_id: int | None = getattr(self.config, "image_token_id", None)
-        self.fused: StepsInOneCall | None = None
+        self.program: Program | None = None
         self.extra_inputs: dict[str, Any] = {}  # of the forward that runs, beside embeddings and positions
         self._takes_per_layer = "per_layer_inputs" in inspect.signature(self.model.forward).parameters
         self.text_model.register_forward_pre_hook(self._inject, with_kwargs=True)
@@ -208,8 +207,6 @@ class LoadedModel:
         """
         self._use_attention(name)
         details = self.info.details | self._attention_details
-        if self.fused is not None:
-            details[NOTE] = self.fused.note if self.streams else NOT_STREAM
         self.info = replace(self.info, attention=self.attention_name, details=details)
 
     def _use_attention(self, name: str) -> None:
@@ -217,19 +214,28 @@ class LoadedModel:
         the choice do."""
         self.triton: TritonAttention | None = None
         if name == "triton":
-            from mpic.model.triton_attention import TritonAttention
-
-            own = (self.shape, self.kinds, self.kind_of, self.device, self.dtype)
-            self.triton = TritonAttention(*own, {facts.softcap for facts in self.layers})
+            self.triton = self.triton_attention()
             self.attention_name, self.attention_note = self.triton.name, ""
             self._blocks_name, self._blocks_note = self.triton.name, ""
             return
-        choice = attention_choice.choose(
-            name, self.kinds, self.layers, self.device, self.dtype, self.kv_dtype
-        )
+        dims, capped = [kind.dim for kind in self.kinds], any(facts.softcap for facts in self.layers)
+        choice = backends.choose(name, dims, capped, self.device, self.dtype, self.kv_dtype)
         self.attention_name, self.attention_note = choice.name, choice.note
         self.partial, self.streams, self.block_spans = choice.partial, choice.streams, choice.spans
         self._blocks_name, self._blocks_note = choice.blocks, choice.blocks_note
+
+    def triton_attention(self) -> TritonAttention:
+        """Returns the Triton attention that serves the model, or that would serve it.
+
+        Raises:
+            ModelRefused: Triton cannot serve it.
+        """
+        from mpic.model.triton_attention import TritonAttention
+
+        if self.triton is not None:
+            return self.triton
+        own = (self.shape, self.kinds, self.kind_of, self.device, self.dtype)
+        return TritonAttention(*own, {facts.softcap for facts in self.layers})
 
     @property
     def _attention_details(self) -> dict[str, str]:
@@ -299,7 +305,7 @@ class LoadedModel:
             return self.streams[kind].rows(calls, facts.heads, facts.rotary.rotations, kv_heads)
         return Singles.of(calls, self.partial, facts.rotary.rotations, kv_heads)
 
-    def kind_calls(self, kind: int, calls: list[SpanCall | GatheredCalls]) -> hooks.KindCalls:
+    def kind_calls(self, kind: int, calls: list[SpanCall]) -> hooks.KindCalls:
         """Returns the calls of blocks of rows in a step, for layers of a kind."""
         facts = self.kinds[kind]
         kv_heads, blocks = facts.kv_heads if self.is_uneven else None, None
@@ -307,7 +313,7 @@ class LoadedModel:
             blocks = self.block_spans[kind].blocks(calls, facts.heads, facts.rotary.rotations, kv_heads)
         return hooks.KindCalls(calls, None, facts.rotary.rotation, kv_heads, blocks)
 
-    def layer_calls(self, layer: int, calls: list[SpanCall | GatheredCalls]) -> hooks.KindCalls:
+    def layer_calls(self, layer: int, calls: list[SpanCall]) -> hooks.KindCalls:
         """Returns the calls of blocks of rows over keys and values of one layer alone."""
         return self.kind_calls(self.kind_of[layer], calls)
 
@@ -327,10 +333,6 @@ class LoadedModel:
         Returns:
             fp32 logits ``[w, vocabulary]``.
         """
-        if self.fused is not None:
-            logits = self.fused.run(inputs, positions, step, wanted)
-            if logits is not None:
-                return logits
         step.layers_seen.clear()
         if self.triton is not None and step.kernel is None:
             step.kernel = self.triton.prepare(step, len(inputs.embeds))

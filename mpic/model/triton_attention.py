@@ -1,4 +1,5 @@
-"""Triton attention for one model: converts a step's writes and calls to tables of offsets, for each kind of layer."""
+"""Triton attention for one model: converts a step's writes and calls to tables of offsets, for each kind of layer. The
+tables of decoding steps that are captured have a fixed size (``StaticAttention``)."""
 
 from __future__ import annotations
 
@@ -170,3 +171,63 @@ class TritonAttention:
         """Returns the entry with a span whose source is its place in memory relative to the anchor."""
         strides = self._step.strides_of(entry.span.source.data, anchor)
         return entry._replace(span=entry.span._replace(source=strides))
+
+
+class StaticKernel(ModelKernel):
+    """The kernels of static steps with a fixed number of rows, by kind of layer (``mpic.kernels.triton.static``)."""
+
+
+class StaticAttention:
+    """Static steps of a model over one memory.
+
+    Args:
+        attention: the model's attention.
+        arena: the memory that holds all keys and values.
+        most: rows of the largest step.
+    """
+
+    def __init__(self, attention: TritonAttention, arena: torch.Tensor, most: int) -> None:
+        from mpic.kernels.triton import launch, static
+
+        self._static, self._attention, self._arena = static, attention, arena
+        programs = attention.programs or 2 * launch.multiprocessors(attention.device)
+        geometry = attention.geometries[0]
+        shape = launch.shape_of(geometry, attention.tiles, programs, attention.least)
+        self._partials = static.Partials(static.TableCapacity.of(most, shape), geometry, arena.device)
+        self._tables = [
+            static.tables_for(one, attention.tiles, most, programs, attention.least, arena, self._partials)
+            for one in attention.geometries
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tables and partial results."""
+        partials = sum(t.nbytes for t in self._partials.tensors)
+        return partials + sum(tables.nbytes for tables in self._tables)
+
+    def kernels(self, rows: int) -> list[StaticKernel]:
+        """Returns the kernels of steps with this number of rows: first for few items without holes, then for others."""
+        made = []
+        for holes, grid in enumerate(self._static.grids(rows, self._tables[0].shape)):
+            steps = [self._static.StaticStep(tables, rows, grid, bool(holes)) for tables in self._tables]
+            made.append(StaticKernel(steps, self._attention.kind_of))
+        return made
+
+    def fill(self, kernel: StaticKernel, writes: Sequence[Write], kinds: Sequence[KindCalls]) -> bool:
+        """Fills the tables for a step; returns False when it does not fit.
+
+        Args:
+            writes: the writes of the rows' keys and values.
+            kinds: the calls of the rows, by kind of layer.
+        """
+        attention, arena = self._attention, self._arena
+        located = [attention.located(write, arena) for write in writes]
+        return all(
+            step.fill(attention.calls(kind, calls, arena), located, kind.rotary.rotation)
+            for step, kind, calls in zip(kernel.kinds, attention.kinds, kinds, strict=True)
+        )
+
+    def advance(self) -> None:
+        """Makes all tables those of the same rows one token later."""
+        for tables in self._tables:
+            tables.advance()

@@ -12,7 +12,8 @@ from extend_kit import Lookup, Words
 from threads_kit import started
 
 from mpic.engine.base import GenerationRequest, GenerationUsage, Sampling
-from mpic.engine.native import cuda_graphs, sampling, static_decode
+from mpic.engine.native import sampling, static_decode
+from mpic.engine.native.cuda_executor import CudaExecutor
 from mpic.engine.native.sampling import Drawing
 from mpic.errors import EngineStopped
 from mpic.link import parse_policy
@@ -199,7 +200,7 @@ def test_an_answer_that_searches_is_paused_behind_its_call(make_engine):
 
 def test_a_steps_tokens_are_read_when_the_next_step_has_been_launched(make_engine, monkeypatch):
     engine = make_engine(ahead=True)
-    events, launch, choices = [], engine.runner.run, Drawing.choices
+    events, launch, choices = [], engine.executor.run, Drawing.choices
 
     def launched(*args, **options):
         events.append("launch")
@@ -209,7 +210,7 @@ def test_a_steps_tokens_are_read_when_the_next_step_has_been_launched(make_engin
         events.append("read")
         return choices(self)
 
-    monkeypatch.setattr(engine.runner, "run", launched)
+    monkeypatch.setattr(engine.executor, "run", launched)
     monkeypatch.setattr(Drawing, "choices", read)
     run(engine, [request_of(PROMPTS[2], "full", 6)])
     # the prompt's step, and the last one, which is known to be the last, have nothing launched behind them
@@ -218,7 +219,7 @@ def test_a_steps_tokens_are_read_when_the_next_step_has_been_launched(make_engin
 
 def test_a_failed_step_is_not_gone_ahead_from(make_engine, monkeypatch):
     engine = make_engine(ahead=True)
-    launch, failed = engine.runner.run, []
+    launch, failed = engine.executor.run, []
 
     def failing(slices, barrier=None, ids=None):
         if ids is not None and not failed:
@@ -226,7 +227,7 @@ def test_a_failed_step_is_not_gone_ahead_from(make_engine, monkeypatch):
             raise RuntimeError("the device is lost")
         return launch(slices, barrier, ids)
 
-    monkeypatch.setattr(engine.runner, "run", failing)
+    monkeypatch.setattr(engine.executor, "run", failing)
     with pytest.raises(Exception, match="the device is lost"):
         engine.submit(request_of(PROMPTS[2], "full", 6)).result()
     assert len(engine.submit(request_of(PROMPTS[2], "full", 6)).result().token_ids) == 6
@@ -283,9 +284,8 @@ def test_static_steps_go_ahead_too(both, monkeypatch):
     monkeypatch.setattr(sampling, "_WIDE", 1)
     monkeypatch.setattr(static_decode, "bucket_sizes", lambda most: [4, 1])
     monkeypatch.setattr("mpic.engine.native.scheduler.GROWTH", 16)
-    choose = cuda_graphs.static_decode_for
-    given = lambda runner, most, choice: choose(runner, 4, choice, None)
-    monkeypatch.setattr("mpic.engine.native.engine.static_decode_for", given)
+    given = lambda model, pool, budget, most, choice: CudaExecutor(model, pool, budget, 4, choice)
+    monkeypatch.setattr("mpic.engine.native.engine.executor_for", given)
     requests = asked(PROMPTS[1:3], (5, 3), temperature=3.0, top_p=0.9, seed=5)
     counters = both(requests, cuda_graphs="on", pages=64, page_size=16)
     assert counters["static_steps"] >= 3 and counters["steps_ahead"] >= 2

@@ -7,11 +7,9 @@ from unittest import mock
 
 import pytest
 import torch
-from processors import needs
 from unit_kit import use_for_blocks
 
-from mpic.kernels import block, linear_widened
-from mpic.model import attention_choice
+from mpic.kernels import linear_widened
 from mpic.model.loaded import LoadedModel
 from mpic.model.selftest import self_test
 from mpic_lab.bench.harness import BenchDevice
@@ -75,24 +73,6 @@ def test_logits_in_bf16_are_those_of_the_same_weights_in_fp32_within_its_roundin
     wanted = _logits(fp32, "auto", policy)
     error = (_logits(bf16, attention, policy) - wanted).abs()
     assert error.max() < 0.06 * wanted.abs().max() and error.mean() < 0.012 * wanted.abs().max()
-
-
-@needs("avx512_bf16")
-@pytest.mark.parametrize("policy", ["full", "mpic-16"])
-def test_the_kernel_for_blocks_serves_by_itself_and_is_no_further_from_fp32_than_torch(
-    models, policy, monkeypatch
-):
-    bf16, fp32 = models
-    wanted, kernel = _logits(fp32, "auto", policy), block.load([64])
-    monkeypatch.setattr(attention_choice, "row_blocks", lambda *asked: (kernel, ""))
-    bf16.choose_attention("auto")
-    assert bf16.info.details["attention_blocks"] == "cpu-blocks" and bf16.info.attention == "cpu-stream"
-    ours, torchs = (
-        (_logits(bf16, attention, policy) - wanted).square().mean() for attention in ("auto", "cpu-flash")
-    )
-    assert ours < 1.6 * torchs, "both differ by roundings alone"
-    monkeypatch.undo()
-    bf16.choose_attention("auto")
 
 
 @pytest.mark.parametrize("policy", ["full", "mpic-16"])

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from mpic.engine.base import Sampling
 from mpic.engine.native import sampling
 from mpic.engine.native.batch import BatchSlice, Rows
+from mpic.engine.native.cuda_executor import CudaExecutor
 from mpic.engine.native.piecewise import PiecewiseSteps
-from mpic.engine.native.runner import Runner
 from mpic.engine.native.static_decode import StaticDecode
 from mpic.kernels import cuda, upload
 from mpic.kernels.span import Span
@@ -106,7 +106,7 @@ def device(monkeypatch):
 def make(device, name="llama"):
     loaded = device.moved(family(name).loaded)
     pool = Pool(loaded.shape, 64, 8, loaded.dtype, DEVICE)
-    return Runner(loaded, pool), pool
+    return CudaExecutor(loaded, pool), pool
 
 
 def row(pool, tokens, chunks=(), base=50):
@@ -234,10 +234,10 @@ def test_tokens_are_drawn_without_waiting(device, options):
 def test_the_host_waits_once_for_a_step_that_takes_no_token_so_that_none_queue_up(make_engine, monkeypatch):
     engine = make_engine(budget=16)
     waits, steps = [], []
-    run = engine.runner.run
-    monkeypatch.setattr(engine.runner, "wait", lambda: waits.append(1))
+    run = engine.executor.run
+    monkeypatch.setattr(engine.executor, "wait", lambda: waits.append(1))
     monkeypatch.setattr(
-        engine.runner, "run", lambda *args, **options: steps.append(1) or run(*args, **options)
+        engine.executor, "run", lambda *args, **options: steps.append(1) or run(*args, **options)
     )
     engine.compile(text_chunk(ids(5, 40))).result(60)
     engine.check()  # is answered between steps

@@ -290,14 +290,14 @@ def test_a_request_that_has_to_wait_evicts_nothing(make_engine, monkeypatch):
     cached = [text_chunk(ids(20 + i, 40)) for i in range(2)]  # 5 pages each
     for chunk in cached:
         answer(engine, prompt_of(ids(1, 3), chunk, ids(2, 2)), "reuse", 2)
-    seen, run = [], engine.runner.run
+    seen, run = [], engine.executor.run
 
     def watched(*args):
         resident = {key.chunk for key in engine.device.chunks}
         seen.append((engine.scheduler.blocked, engine.device.counters["evicted_chunks"], resident))
         return run(*args)
 
-    monkeypatch.setattr(engine.runner, "run", watched)
+    monkeypatch.setattr(engine.executor, "run", watched)
     wanted = [text_chunk(ids(30 + i, 40)) for i in range(4)]
     both = [
         request_of(prompt_of(ids(9, 14)), "full", 50),  # 8 pages
@@ -322,7 +322,7 @@ def test_a_closed_engine_fails_what_waits_and_refuses_what_comes(make_engine):
 def test_a_failing_step_fails_its_requests_and_the_engine_goes_on(make_engine, monkeypatch):
     engine = make_engine()
     with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, "run", Mock(side_effect=RuntimeError("device lost")))
+        patch.setattr(engine.executor, "run", Mock(side_effect=RuntimeError("device lost")))
         with pytest.raises(Exception, match="device lost"):
             answer(engine, PROMPT)
     assert answer(engine, PROMPT).token_ids == answer(make_engine(), PROMPT).token_ids
@@ -356,7 +356,7 @@ def test_an_engine_with_nothing_to_do_keeps_no_request(make_engine):
     stream = engine.submit(request_of(PROMPT, "mpic-4", 1900))
     next(iter(stream))
     stream.abort()
-    until(lambda: engine.scheduler.idle and not engine.runner.tables._last)
+    until(lambda: engine.scheduler.idle and not engine.executor.tables._last)
 
 
 async def test_a_stream_can_be_read_asynchronously(make_engine):

@@ -7,7 +7,7 @@ import torch
 from engine_kit import TOKENS, assert_same, expected_of, family, ids, logits_of, prompt_of, submit, text_chunk
 from families import FEATURES
 
-from mpic.kernels.attention import GatheredCalls
+from mpic.kernels.attention import SpanCall
 from mpic.kernels.block_spans import BlockSpanKernel
 from mpic.model import hooks
 from mpic.model.loaded import LoadedModel
@@ -25,16 +25,16 @@ CASES += [("llama", "cacheblend-25"), ("llama", "a3-25")]
 
 
 @pytest.fixture
-def gathered(monkeypatch) -> list[GatheredCalls]:
-    """The gathered calls that layers made, or that a kernel for all of a block's spans was given."""
+def gathered(monkeypatch) -> list[SpanCall]:
+    """The calls over listed slots that layers made, or that a kernel for all of a block's spans was given."""
     made, attend, blocks = [], hooks.attend, BlockSpanKernel.blocks
 
     def watched(q, calls, *arguments, **named):
-        made.extend(call for call in calls if isinstance(call, GatheredCalls))
+        made.extend(call for call in calls if call.slots is not None)
         return attend(q, calls, *arguments, **named)
 
     def watched_blocks(kernel, calls, *arguments, **named):
-        made.extend(call for call in calls if isinstance(call, GatheredCalls))
+        made.extend(call for call in calls if call.slots is not None)
         return blocks(kernel, calls, *arguments, **named)
 
     monkeypatch.setattr(hooks, "attend", watched)

@@ -21,10 +21,10 @@ from mpic.kernels.attention import KVView, SpanCall, Write
 from mpic.kernels.span import Span
 from mpic.kernels.writes import narrowed
 from mpic.library import Library, Limits
-from mpic.model.fused_layers import NOTE
-from mpic.model.fused_proof import use_fused_step
 from mpic.model.hooks import Step
 from mpic.model.loaded import LoadedModel
+from mpic.model.program import NOTE
+from mpic.model.program_proof import use_program
 from mpic.model.selftest import self_test
 
 pytestmark = pytest.mark.skipif(
@@ -39,7 +39,7 @@ def halved(name: str) -> LoadedModel:
     """A family's model that keeps its keys and values in fp16."""
     fam = make_family(name)
     loaded = LoadedModel(copy.deepcopy(fam.stock), fam.loaded.processor, name, torch.float16)
-    use_fused_step(loaded)
+    use_program(loaded)
     return loaded
 
 
@@ -59,15 +59,15 @@ def test_answers_are_those_of_keys_and_values_in_32_bits_nearly(name, make_engin
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
-def test_fused_steps_are_used_and_compute_what_the_modules_do(name, make_engine):
+def test_the_program_is_used_and_compute_what_the_modules_do(name, make_engine):
     loaded = halved(name)
-    assert loaded.fused is not None, loaded.info.details[NOTE]
+    assert loaded.program is not None, loaded.info.details[NOTE]
     prompt = prompt_of(ids(3, 5), text_chunk(ids(2, 33)), ids(4, 6))
     engine = make_engine(name, loaded)
     fused = logits_of(submit(engine, prompt), 4)
     counters = engine.stats()["counters"]
     assert counters["fused_steps"] and counters["fused_block_steps"]
-    loaded.fused = None
+    loaded.program = None
     modules = logits_of(submit(make_engine(name, loaded), prompt), 4)
     assert fused[0] == modules[0] and (fused[1] - modules[1]).abs().max() < NEAR
 
@@ -158,11 +158,10 @@ def test_numbers_beyond_fp16_become_its_largest_in_every_way_of_writing():
     with torch.no_grad():
         loaded.text_model.layers[0].self_attn.v_proj.weight.mul_(1e9)
     view = KVView(torch.zeros(loaded.shape.extent(40), dtype=torch.float16))
-    for fused in (loaded.fused, None):
-        loaded.fused = fused
+    for forward in (loaded.program.run, loaded.forward):
         view.data.zero_()
         rows, span = slice(0, 40), Span(view, 0, 40)
         kinds = [loaded.kind_calls(0, [SpanCall(rows, span, causal=True, first=True)])]
         step = Step([Write(rows, span)], kinds, loaded.kind_of, loaded.partial)
-        loaded.forward(loaded.rows(torch.tensor(ids(1, 40))), torch.arange(40)[None], step, torch.arange(1))
+        forward(loaded.rows(torch.tensor(ids(1, 40))), torch.arange(40)[None], step, torch.arange(1))
         assert view.data[0].isfinite().all() and view.data[0, 1].abs().max() == 65504

@@ -13,14 +13,14 @@ def steps(make_engine, monkeypatch):
     monkeypatch.setattr(pace, "LEAST", 32)
     engine = make_engine("mistral", budget=512)
     seen = []
-    run = engine.runner.run
+    run = engine.executor.run
 
     def recorded(slices, barrier=None):
         decodes = sum(s.hi - s.lo == 1 and s.rows.generated > 0 for s in slices)
         seen.append((decodes, sum(s.hi - s.lo for s in slices) - decodes))
         return run(slices, barrier)
 
-    monkeypatch.setattr(engine.runner, "run", recorded)
+    monkeypatch.setattr(engine.executor, "run", recorded)
     monkeypatch.setattr(engine.scheduler.pace, "measure", lambda rows, seconds: None)
     engine.scheduler.pace.seconds_per_row = 1.0
     return engine, seen

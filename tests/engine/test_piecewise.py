@@ -24,11 +24,11 @@ from engine_kit import (
 from families import random_image
 from tape import captured_pieces
 
-from mpic.engine.native import cuda_graphs, piecewise
+from mpic.engine.native import cuda_executor, piecewise
 from mpic.engine.native.batch import BatchSlice, Rows
+from mpic.engine.native.cuda_executor import CudaExecutor
 from mpic.engine.native.engine import NativeEngine
 from mpic.engine.native.piecewise import PiecewiseSteps, bucket_sizes
-from mpic.engine.native.runner import Runner
 from mpic.errors import IntegrityError, ModelRefused
 from mpic.kernels.span import Span
 from mpic.kv.pool import Pool
@@ -38,7 +38,18 @@ from mpic.kv.pool import Pool
 def small(monkeypatch):
     monkeypatch.setattr(piecewise, "SIZES", (6, 24, 48))
     # as on CUDA, for which the tape stands in: it does not see what a kernel for the CPU writes
-    monkeypatch.setattr("mpic.model.kernel_linear.KernelLinear._kernels_for", lambda layer, x, weight: None)
+    monkeypatch.setattr("mpic.model.own_modules.KernelLinear._kernels_for", lambda layer, x, weight: None)
+
+
+def in_pieces(capture, choice="auto"):
+    """Returns what makes an executor that captures pieces of steps, and no decoding ones."""
+
+    def made(model, pool, budget, most, _):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CudaExecutor, "_capture_decoding", lambda *given: None)
+            return CudaExecutor(model, pool, budget, most, choice, capture_pieces=capture)
+
+    return made
 
 
 @pytest.fixture
@@ -46,11 +57,8 @@ def answers(monkeypatch):
     """Answers to prompts that arrive at once, with log-probabilities, and the engine's counters."""
 
     def run(name: str, policy: str, capture=None, asked=SHRINKING, choice: str = "auto", store=None):
-        choose = cuda_graphs.piecewise_for
-        given = lambda runner, budget, wanted, _: choose(runner, budget, wanted, choice, capture)
-        monkeypatch.setattr("mpic.engine.native.engine.piecewise_for", given)
+        monkeypatch.setattr("mpic.engine.native.engine.executor_for", in_pieces(capture, choice))
         loaded = family(name).loaded
-        monkeypatch.setattr(loaded, "fused", None)
         with closing(NativeEngine(loaded, store, pages=96, page_size=16, budget=40)) as engine:
             return answers_at_once(engine, policy, asked)
 
@@ -110,7 +118,7 @@ def runner():
     loaded = family("llama").loaded
     pool = Pool(loaded.shape, 64, 8, loaded.dtype)
     pool.arena.copy_(torch.randn(pool.arena.shape, generator=torch.Generator().manual_seed(5)))
-    made = Runner(loaded, pool)
+    made = CudaExecutor(loaded, pool)
     made.piecewise = PiecewiseSteps(loaded, 48, 2, captured_pieces)
     return made
 
@@ -209,7 +217,7 @@ def test_the_wanted_rows_of_a_model_that_returns_all_logits_are_taken(monkeypatc
     )
     pool = Pool(loaded.shape, 64, 8, loaded.dtype)
     pool.arena.normal_(generator=torch.Generator().manual_seed(5))
-    runner, part = Runner(loaded, pool), [prefill(pool, 9, pool.alloc(24))]
+    runner, part = CudaExecutor(loaded, pool), [prefill(pool, 9, pool.alloc(24))]
     expected = runner.run(part)
     monkeypatch.setattr(type(loaded), "call", everything)
     runner.piecewise = PiecewiseSteps(loaded, 48, wanted, captured_pieces)
@@ -218,8 +226,6 @@ def test_the_wanted_rows_of_a_model_that_returns_all_logits_are_taken(monkeypatc
 
 def test_decoding_steps_run_in_pieces_where_there_is_nothing_faster(monkeypatch):
     """One step ahead, too, which overwrites the logits of the step before it."""
-    choose = cuda_graphs.piecewise_for
-    given = lambda runner, budget, wanted, _: choose(runner, budget, wanted, "auto", captured_pieces)
     loaded = family("gemma4").loaded
     asked = lambda: [
         request_of(prompt_of(ids(n, 5 + n)), "prefix", 6, temperature=0.7, seed=n) for n in range(3)
@@ -227,9 +233,8 @@ def test_decoding_steps_run_in_pieces_where_there_is_nothing_faster(monkeypatch)
     found = {}
     for pieces in (False, True):
         if pieces:
-            monkeypatch.setattr("mpic.engine.native.engine.piecewise_for", given)
+            monkeypatch.setattr("mpic.engine.native.engine.executor_for", in_pieces(captured_pieces))
         with closing(NativeEngine(loaded, pages=96, page_size=16, ahead=pieces)) as engine:
-            engine.runner.static = None
             found[pieces] = [stream.result().token_ids for stream in submit_together(engine, asked())]
             counters = engine.stats()["counters"]
     assert found[True] == found[False]
@@ -267,6 +272,6 @@ def test_what_is_reserved_has_room_for_the_buffers(monkeypatch, wide):
     steps = PiecewiseSteps(loaded, 48, 4, captured_pieces)
     sizes = SimpleNamespace(hidden_size=64, vocab_size=300, intermediate_size=wide)
     monkeypatch.setattr(loaded, "text_config", sizes)
-    monkeypatch.setattr(cuda_graphs, "_GRAPH", 0)
-    monkeypatch.setattr(cuda_graphs, "_WORKSPACE", 0)
-    assert steps.nbytes <= cuda_graphs._piecewise_bytes(loaded, 4, 48) < 20 * steps.nbytes
+    monkeypatch.setattr(cuda_executor, "_GRAPH", 0)
+    monkeypatch.setattr(cuda_executor, "_WORKSPACE", 0)
+    assert steps.nbytes <= cuda_executor._piecewise_bytes(loaded, 4, 48) < 20 * steps.nbytes

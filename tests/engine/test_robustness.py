@@ -47,12 +47,14 @@ def test_an_engine_whose_device_has_failed_for_good_is_not_ready_and_says_so(
     make_engine, monkeypatch, caplog
 ):
     engine = make_engine()
-    monkeypatch.setattr(engine.runner, "run", Mock(side_effect=RuntimeError("device-side assert triggered")))
+    monkeypatch.setattr(
+        engine.executor, "run", Mock(side_effect=RuntimeError("device-side assert triggered"))
+    )
     with pytest.raises(MPICError, match="assert"):
         ask(engine, prompt_of(ids(3, 5)))
     engine.ready()  # a step has failed, and the device takes the next
     monkeypatch.setattr(
-        engine.runner, "wait", Mock(side_effect=RuntimeError("device-side assert triggered\nhelp"))
+        engine.executor, "wait", Mock(side_effect=RuntimeError("device-side assert triggered\nhelp"))
     )
     with pytest.raises(MPICError, match="assert"):
         ask(engine, prompt_of(ids(3, 5)))
@@ -65,7 +67,7 @@ def test_a_device_that_fails_while_tokens_are_drawn_is_noticed_too(make_engine, 
     engine = make_engine()
     broken = Mock(side_effect=RuntimeError("illegal memory access"))
     monkeypatch.setattr("mpic.engine.native.sampling._draw", broken)
-    monkeypatch.setattr(engine.runner, "wait", broken)
+    monkeypatch.setattr(engine.executor, "wait", broken)
     with pytest.raises(MPICError):
         ask(engine, prompt_of(ids(3, 5)))
     with pytest.raises(EngineStopped, match="illegal memory access"):
@@ -76,7 +78,7 @@ def test_a_device_that_fails_while_a_dynamic_policy_decides_is_noticed_too(make_
     engine = make_engine()
     broken = Mock(side_effect=RuntimeError("illegal memory access"))
     monkeypatch.setattr(engine.decider, "_look", broken)
-    monkeypatch.setattr(engine.runner, "wait", broken)
+    monkeypatch.setattr(engine.executor, "wait", broken)
     with pytest.raises(MPICError):
         ask(engine, prompt_of(ids(3, 5), DOCUMENT, ids(4, 9)), policy="cacheblend-15")
     with pytest.raises(EngineStopped, match="illegal memory access"):
@@ -96,7 +98,7 @@ def test_an_upload_in_a_step_that_failed_learns_whether_it_may_try_again(
 ):
     engine = make_engine(store=MemoryStore())
     with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, "run", Mock(side_effect=raised))
+        patch.setattr(engine.executor, "run", Mock(side_effect=raised))
         with pytest.raises(told):
             engine.compile(DOCUMENT).result(30)
     assert engine.compile(DOCUMENT).result(30) == 40
@@ -105,7 +107,7 @@ def test_an_upload_in_a_step_that_failed_learns_whether_it_may_try_again(
 def test_an_upload_on_a_device_that_has_failed_for_good_is_left_for_the_next_start(make_engine, monkeypatch):
     engine = make_engine(store=MemoryStore())
     for part in ("run", "wait"):
-        monkeypatch.setattr(engine.runner, part, Mock(side_effect=RuntimeError("illegal memory access")))
+        monkeypatch.setattr(engine.executor, part, Mock(side_effect=RuntimeError("illegal memory access")))
     with pytest.raises(EngineStopped, match="illegal memory access"):
         engine.compile(DOCUMENT).result(30)
 
@@ -116,7 +118,7 @@ def test_an_upload_on_a_device_that_has_failed_for_good_is_left_for_the_next_sta
 def test_a_chunk_deleted_in_the_step_that_compiles_it_is_not_stored(make_engine, monkeypatch):
     """The step ends before the engine's thread hears of the deletion."""
     engine = make_engine(store=(store := MemoryStore()))
-    run = engine.runner.run
+    run = engine.executor.run
 
     def deleted_meanwhile(*args):
         monkeypatch.undo()
@@ -125,7 +127,7 @@ def test_a_chunk_deleted_in_the_step_that_compiles_it_is_not_stored(make_engine,
         return run(*args)
 
     deleting: list[threading.Thread] = []
-    monkeypatch.setattr(engine.runner, "run", deleted_meanwhile)
+    monkeypatch.setattr(engine.executor, "run", deleted_meanwhile)
     ask(engine, prompt_of(ids(3, 5), DOCUMENT, ids(4, 9)))
     deleting[0].join(30)
     until(lambda: not engine.tombstones._unfinished)

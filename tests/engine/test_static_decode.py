@@ -11,11 +11,11 @@ from engine_kit import SHRINKING, answers_at_once, assert_answers_equal, family
 from tape import Tape, captured
 
 from mpic import memory
-from mpic.engine.native import cuda_graphs, device_memory, static_decode
+from mpic.engine.native import cuda_executor, device_memory, static_decode
+from mpic.engine.native.cuda_executor import CudaExecutor
 from mpic.engine.native.engine import NativeEngine
 from mpic.errors import IntegrityError, ModelRefused
 from mpic.kv.pool import Pool
-from mpic.model.static_attention import attention_of
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def small(monkeypatch):
     monkeypatch.setattr("mpic.model.triton_attention.TritonAttention.least", 16)
     monkeypatch.setattr("mpic.engine.native.scheduler.GROWTH", 2)
     # as on CUDA, for which the tape stands in: it does not see what a kernel for the CPU writes
-    monkeypatch.setattr("mpic.model.kernel_linear.KernelLinear._kernels_for", lambda layer, x, weight: None)
+    monkeypatch.setattr("mpic.model.own_modules.KernelLinear._kernels_for", lambda layer, x, weight: None)
 
 
 @pytest.fixture
@@ -35,9 +35,10 @@ def answers(monkeypatch):
     """Answers to all prompts at once with log-probabilities, and the engine's counters."""
 
     def run(graphs: str, capture=None, name: str = "llama", policy: str = "mpic-4") -> tuple[list, dict]:
-        choose = cuda_graphs.static_decode_for
-        given = lambda runner, most, choice: choose(runner, 4, choice, capture)
-        monkeypatch.setattr("mpic.engine.native.engine.static_decode_for", given)
+        given = lambda model, pool, budget, most, choice: CudaExecutor(
+            model, pool, budget, 4, choice, capture
+        )
+        monkeypatch.setattr("mpic.engine.native.engine.executor_for", given)
         with closing(NativeEngine(family(name).loaded, pages=64, page_size=16, cuda_graphs=graphs)) as engine:
             return answers_at_once(engine, policy)
 
@@ -96,10 +97,9 @@ def test_nothing_that_a_captured_step_reads_is_freed_when_it_has_been_captured(m
         read.update(tape.storages)
         return lambda: pytest.fail("not to be played")
 
-    monkeypatch.setattr(cuda_graphs, "compare", lambda decode, runner: 0.0)
-    choose = cuda_graphs.static_decode_for
-    given = lambda runner, most, choice: choose(runner, 4, choice, forgetful)
-    monkeypatch.setattr("mpic.engine.native.engine.static_decode_for", given)
+    monkeypatch.setattr(cuda_executor, "compare", lambda decode, executor: 0.0)
+    given = lambda model, pool, budget, most, choice: CudaExecutor(model, pool, budget, 4, choice, forgetful)
+    monkeypatch.setattr("mpic.engine.native.engine.executor_for", given)
     with closing(NativeEngine(family("llama").loaded, pages=64, page_size=16, cuda_graphs="on")):
         gc.unfreeze()  # servers of other tests have put what there was out of the collector's sight
         gc.collect()
@@ -110,7 +110,7 @@ def test_nothing_that_a_captured_step_reads_is_freed_when_it_has_been_captured(m
 def test_a_batch_that_does_not_fit_runs_in_the_usual_way_and_is_counted(answers, monkeypatch, caplog):
     expected, _ = answers("off")
     monkeypatch.setattr("mpic.kernels.triton.static._SEGMENTS", 0)
-    monkeypatch.setattr(cuda_graphs, "compare", lambda decode, runner: 0.0)  # would not fit either
+    monkeypatch.setattr(cuda_executor, "compare", lambda decode, executor: 0.0)  # would not fit either
     found, counters = answers("on")
     assert counters["static_too_large"] > 0
     assert "no CUDA graph" in caplog.text
@@ -123,31 +123,30 @@ def test_steps_that_differ_are_not_served_and_the_reason_is_logged(answers, monk
         with pytest.raises(ModelRefused, match="differ from the usual ones"):
             answers("on", wrong)
     loaded = family("llama").loaded
-    choose = cuda_graphs.static_decode_for
     monkeypatch.setattr(loaded, "device", torch.device("cuda"))
-    monkeypatch.setattr(cuda_graphs, "_allocated", lambda device: 0)
+    monkeypatch.setattr(cuda_executor, "_allocated", lambda device: 0)
     monkeypatch.setattr(
         static_decode.StaticDecode, "__init__", lambda *args: (_ for _ in ()).throw(IntegrityError("x"))
     )
-    runner = type("Runner", (), {"model": loaded, "pool": None})()
-    assert choose(runner, 4, "auto", captured) is None
+    monkeypatch.setattr(CudaExecutor, "_capture_pieces", lambda *given: None)
+    assert CudaExecutor(loaded, None, 40, 4, "auto", captured).static is None
     assert "decoding steps run without CUDA graphs" in caplog.text
     assert loaded.info.details.pop("cuda_graphs") == "off: IntegrityError: x"
 
 
 def test_what_is_reserved_is_what_buffers_take_and_a_bound_for_graphs(monkeypatch):
     loaded = family("llama").loaded
-    assert cuda_graphs.reserved_bytes(loaded, 4, "auto") == 0  # not on the CPU
-    attention = attention_of(loaded)
+    assert cuda_executor.reserved_bytes(loaded, 4, "auto") == 0  # not on the CPU
+    attention = loaded.triton_attention()
     with monkeypatch.context() as there:
-        there.setattr(cuda_graphs, "attention_of", lambda model: attention)
+        there.setattr(loaded, "triton_attention", lambda: attention)
         there.setattr(loaded, "device", torch.device("cuda"))
-        reserved = cuda_graphs.reserved_bytes(loaded, 4, "auto")
-        assert cuda_graphs.reserved_bytes(loaded, 4, "off") == 0
+        reserved = cuda_executor.reserved_bytes(loaded, 4, "auto")
+        assert cuda_executor.reserved_bytes(loaded, 4, "off") == 0
     decode = static_decode.StaticDecode(loaded, Pool(loaded.shape, 4, 16, loaded.dtype), 4)
     logits = 4 * 300 * (4 + 4 + 4)  # kept; of a step, in fp32 and as the model gives them
-    graphs = 2 * 3 * cuda_graphs._GRAPH  # for 4, 2 and 1 rows
-    assert reserved == decode.nbytes + logits + graphs + cuda_graphs._WORKSPACE
+    graphs = 2 * 3 * cuda_executor._GRAPH  # for 4, 2 and 1 rows
+    assert reserved == decode.nbytes + logits + graphs + cuda_executor._WORKSPACE
 
 
 def test_a_pool_that_takes_a_share_leaves_what_is_reserved(monkeypatch):

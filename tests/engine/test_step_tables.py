@@ -36,7 +36,7 @@ def answers(monkeypatch):
         finally:
             engine.close()
             loaded.choose_attention("auto")
-        return found, engine.runner.tables
+        return found, engine.executor.tables
 
     return run
 

@@ -6,14 +6,16 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_kit import MemoryStore, ids, text_chunk, until
+from engine_kit import MemoryStore, ids, prompt_of, request_of, text_chunk, until
 from threads_kit import started
 
 from mpic.engine.native.loader import ChunkLoad, LoadQueue, loaders_for
-from mpic.errors import EngineStopped, OutOfMemory
+from mpic.errors import EngineStopped, IntegrityError, OutOfMemory
+from mpic.kv.device import ChunkState, Resident
 
 # ---- what is written
 
@@ -86,6 +88,38 @@ def test_a_chunk_that_cannot_be_copied_for_the_writer_is_not_saved_still_serves_
     for chunk in (second, first):
         assert engine.compile(chunk).result(30) == 40
     assert {key.chunk for key in store.chunks} == {first.key, second.key}
+
+
+# ---- the life of a chunk in the pool
+
+
+def test_a_chunk_that_cannot_be_read_fails_and_is_compiled(make_engine, monkeypatch):
+    store, chunk, lives = MemoryStore(), text_chunk(ids(200, 40)), []
+    make_engine(store=store).compile(chunk).result(30)
+    become = Resident.become
+    monkeypatch.setattr(
+        Resident, "become", lambda self, state, *more: (lives.append(state.value), become(self, state, *more))
+    )
+    ask = lambda: (
+        make_engine(store=store).submit(request_of(prompt_of(chunk, ids(1, 5)), "reuse", 2)).result()
+    )
+    answer = ask()
+    assert lives == ["loading", "ready"]
+    lives.clear()
+    store.damage(next(iter(store.chunks)))
+    assert ask().token_ids == answer.token_ids
+    assert lives == ["loading", "failed", "compiling", "ready"]
+
+
+@pytest.mark.parametrize("life", [["ready"], ["loading", "compiling"], ["compiling", "ready", "loading"]])
+def test_a_step_that_a_chunks_life_does_not_have_is_an_error(life):
+    resident = Resident(SimpleNamespace(chunk="x"), None, None)
+    *before, last = map(ChunkState, life)
+    for state in before:
+        resident.become(state)
+    with pytest.raises(IntegrityError, match=f"cannot be {life[-1]}"):
+        resident.become(last)
+    assert resident.state is (before or [ChunkState.MISSING])[-1]
 
 
 # ---- the queue of reads

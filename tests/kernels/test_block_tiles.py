@@ -27,11 +27,15 @@ from spans_kit import (
 from unit_kit import configured_threads, has_unit, needs_unit, on_both, threads
 
 from mpic.kernels import block_tiles, c_kernel, cpu, instructions
-from mpic.kernels.attention import PLAIN, Extras, GatheredCalls, KVView, SpanCall, attend
+from mpic.kernels.attention import PLAIN, Extras, KVView, SpanCall, attend
+from mpic.kernels.backends import AttentionChoice, single_rows
 from mpic.kernels.backends import block_spans as choose
-from mpic.kernels.backends import row_blocks
+from mpic.kernels.backends import choose as choose_all
 from mpic.kernels.span import Span
 
+needs_single_rows = pytest.mark.skipif(
+    single_rows(CPU, torch.bfloat16, 64)[0] is None, reason="no kernel for single rows, so none for blocks"
+)
 TOLERANCE = 2.0**-7
 """This is for results near 1: weights, values and queries that were turned have 8 significant bits."""
 WEIGHT = 2.0**-8
@@ -46,8 +50,6 @@ def attended(
 
 
 def in_fp32(call):
-    if isinstance(call, GatheredCalls):
-        return call._replace(source=KVView(call.source.data.float()))
     return call._replace(span=call.span._replace(source=KVView(call.span.source.data.float())))
 
 
@@ -290,11 +292,48 @@ def test_bf16_has_it_on_a_processor_with_a_matrix_unit_and_other_dtypes_do_not(m
     kernels, reason = choose(CPU, torch.bfloat16, [64, 128, 64])
     assert [(k.name, k.head_dim) for k in kernels] == [("cpu-block-tiles", d) for d in (64, 128, 64)]
     assert reason == "" and choose(CPU, torch.bfloat16, [64], torch.bfloat16)[0] == kernels[:1]
-    assert row_blocks(CPU, torch.bfloat16, [64]) == (None, "")
     others = [(torch.float32, None), (torch.float32, torch.float16), (torch.bfloat16, torch.float16)]
     for dtype, kv_dtype in others:
         assert {k.name for k in choose(CPU, dtype, [64], kv_dtype)[0]} <= {"cpu-block-spans"}
     assert choose(torch.device("cuda"), torch.bfloat16, [64]) == ([], "")
+
+
+def attention(capped: bool = False) -> AttentionChoice:
+    return choose_all("auto", [64], capped, CPU, torch.bfloat16, torch.bfloat16)
+
+
+@needs_single_rows
+def test_a_matrix_unit_has_the_work_of_bf16_over_all_spans(monkeypatch):
+    has_unit(monkeypatch)
+    chosen = attention()
+    assert chosen.name == "cpu-stream" and chosen.blocks == "cpu-block-tiles"
+    assert [spans.name for spans in chosen.spans] == ["cpu-block-tiles"] and not chosen.blocks_note
+
+
+@needs_single_rows
+def test_scores_that_are_capped_stay_torchs_on_a_matrix_unit(monkeypatch):
+    """Not even the kernel that would compute in fp32 takes them: torch uses the unit where it can."""
+    monkeypatch.setattr(instructions, "unit", lambda: True)
+    chosen = attention(capped=True)
+    assert chosen.blocks == "cpu-flash" and not chosen.spans and "are capped" in chosen.blocks_note
+
+
+@needs_single_rows
+def test_a_unit_that_the_system_withholds_leaves_the_work_to_fp32_and_the_reason_is_told(monkeypatch):
+    monkeypatch.setattr(instructions, "unit", lambda: True)
+    monkeypatch.setattr(instructions, "pairs", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: False)
+    chosen = attention()
+    assert chosen.blocks == "cpu-block-spans" and "does not let" in chosen.blocks_note
+
+
+@needs_single_rows
+@pytest.mark.parametrize("pairs", [False, True])
+def test_without_a_unit_bf16_attends_in_fp32_whether_or_not_there_are_products_of_pairs(monkeypatch, pairs):
+    monkeypatch.setattr(instructions, "unit", lambda: False)
+    monkeypatch.setattr(instructions, "pairs", lambda: pairs)
+    chosen = attention()
+    assert chosen.blocks == "cpu-block-spans" and chosen.blocks_note == ""
 
 
 def test_bf16_does_not_have_it_on_other_processors(monkeypatch):

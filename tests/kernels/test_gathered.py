@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rotation_kit import Rotary
 
 from mpic.kernels import cpu, reference
-from mpic.kernels.attention import Extras, GatheredCalls, KVView, SpanCall, attend
+from mpic.kernels.attention import Extras, KVView, SpanCall, attend
 from mpic.kernels.gathered import LEAST, calls_over
 from mpic.kernels.span import Span
 
@@ -69,15 +69,8 @@ def steps(draw):
 
 def in_dtype(calls: list, dtype: torch.dtype) -> list:
     """The calls over the same numbers in another dtype."""
-    moved = lambda call: call._replace(
-        span=call.span._replace(source=KVView(call.span.source.data.to(dtype)))
-    )
-    return [
-        call._replace(source=KVView(call.source.data.to(dtype)))
-        if isinstance(call, GatheredCalls)
-        else moved(call)
-        for call in calls
-    ]
+    moved = lambda span: span._replace(source=KVView(span.source.data.to(dtype)))
+    return [call._replace(span=moved(call.span)) for call in calls]
 
 
 @settings(max_examples=60, deadline=None)
@@ -105,7 +98,7 @@ def test_layers_with_fewer_or_smaller_heads_read_their_part_of_the_copy(dim):
         attend(q, calls, SCALE, cpu.partial, rotary.rotation, layer=1, kv_heads=2)
         for calls in (apart, together)
     )
-    assert any(isinstance(call, GatheredCalls) for call in together)
+    assert any(call.slots is not None for call in together)
     assert (one - other).abs().max() < 1e-5
 
 
@@ -115,12 +108,13 @@ def test_few_spans_of_a_chunk_stay_calls_of_their_own_and_many_are_read_in_a_few
     many = cut(chunks[1], [2 * i for i in range(1, 190)], 398, 9, len(few) - 1, None)
     own = len(few) - 1 + 189 + 10
     calls = list(calls_over([*few, *many], 0, own, 3, False, True))
-    assert calls[:-1] == [SpanCall(slice(3 + span.row, 3 + own), span) for span in few]
-    assert len(few) == LEAST - 1 and isinstance(calls[-1], GatheredCalls)
-    *inside, behind = calls[-1].calls
+    assert calls[: len(few)] == [SpanCall(slice(3 + span.row, 3 + own), span) for span in few]
+    *inside, behind = calls[len(few) :]
+    assert len(few) == LEAST - 1 and all(call.slots is behind.slots is not None for call in inside)
     assert len(inside) == 3 and behind.rows == slice(3 + many[-1].row, 3 + own) and behind.visible is None
     # the same chunk at another place, and what a step's rows do not reach, are not part of it
     again = [span._replace(base=90, row=span.row + own) for span in many]
     apart = list(calls_over([*many, *again], 0, many[2].row + 1, 0, False, True))
     assert [call.span for call in apart] == many[:3]
-    assert len(list(calls_over([*many, *again], 0, 2 * own, 0, False, True))) == 2
+    listed = {id(call.slots) for call in calls_over([*many, *again], 0, 2 * own, 0, False, True)}
+    assert len(listed) == 2

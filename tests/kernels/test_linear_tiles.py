@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit_kit import configured_threads, needs_unit, on_both, threads
 
-from mpic.kernels import c_kernel, instructions, linear, linear_tiles, pairs, products
+from mpic.kernels import c_kernel, instructions, linear, linear_tiles, products
 from mpic.kernels.linear import Product
 
 needs_compiler = pytest.mark.skipif(
@@ -199,7 +199,7 @@ def test_no_thread_keeps_the_units_configuration(tmp_path):
 def fresh(tmp_path, monkeypatch):
     """An empty cache folder, and no kernel loaded before or after the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    loads = (linear_tiles.load, products.load, pairs.over_singles)
+    loads = (linear_tiles.load, products.load)
     for load in loads:
         load.cache_clear()
     yield tmp_path

@@ -6,11 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processors import needs
 from threads_kit import started
 
-from mpic.kernels import c_kernel, instructions, linear, linear_tiles, linear_widened, pairs, products
-from mpic.kernels.linear import KernelUnavailable, Product
+from mpic.kernels import c_kernel, instructions, linear, linear_tiles, linear_widened, products
+from mpic.kernels.linear import Product
 from mpic.kernels.linear_widened import WidenedKernel
 
 BF16 = torch.bfloat16
@@ -112,7 +111,7 @@ def test_what_it_cannot_read_is_refused():
 def processor(monkeypatch):
     """Returns what makes a processor of another kind and gives the kernels that are chosen for it."""
 
-    def chosen(*, ratio: float | None = None, has_unit: bool = False, withheld: str = ""):
+    def chosen(*, pairs: str = "", has_unit: bool = False, withheld: str = ""):
         few = linear.LinearKernel(None, BF16, 16)
         monkeypatch.setattr(linear, "load", lambda dtype: few)
         monkeypatch.setattr(
@@ -120,13 +119,10 @@ def processor(monkeypatch):
             "load",
             lambda: linear_tiles.LinearTilesKernel.__new__(linear_tiles.LinearTilesKernel),
         )
-        monkeypatch.setattr(instructions, "pairs", lambda: ratio is not None)
+        monkeypatch.setattr(instructions, "pairs", lambda: bool(pairs))
+        monkeypatch.setattr(instructions, "_is_amd", lambda: pairs == "fast")
         monkeypatch.setattr(instructions, "unit", lambda: has_unit)
         monkeypatch.setattr(c_kernel, "why_no_unit", lambda: withheld)
-        if ratio is None:
-            monkeypatch.setattr(pairs, "over_singles", pairs.over_singles.__wrapped__)
-        else:
-            monkeypatch.setattr(pairs, "over_singles", lambda: ratio)
         return products.load.__wrapped__
 
     return chosen
@@ -135,11 +131,11 @@ def processor(monkeypatch):
 @pytest.mark.parametrize(
     "kind, name, least",
     [
-        ({"ratio": 1.0}, None, 0),
-        ({"ratio": 1.6}, "cpu-linear-widened", 80),
+        ({"pairs": "fast"}, None, 0),
+        ({"pairs": "slow"}, "cpu-linear-widened", 80),
         ({}, "cpu-linear-widened", 17),
-        ({"ratio": 1.6, "has_unit": True}, "cpu-linear-tiles", linear_tiles.LEAST_ROWS),
-        ({"ratio": 1.6, "has_unit": True, "withheld": "it is kept back"}, "cpu-linear-widened", 80),
+        ({"pairs": "slow", "has_unit": True}, "cpu-linear-tiles", linear_tiles.LEAST_ROWS),
+        ({"pairs": "slow", "has_unit": True, "withheld": "it is kept back"}, "cpu-linear-widened", 80),
     ],
     ids=["fast pairs", "slow pairs", "no pairs", "a matrix unit", "a unit that is withheld"],
 )
@@ -155,16 +151,3 @@ def test_blocks_of_rows_in_bf16_have_what_is_fastest_on_a_processor(processor, k
 
 def test_fp32_is_torchs_on_every_processor(processor):
     assert processor()(torch.float32).blocks is None
-
-
-@needs("avx512_bf16")
-def test_the_time_of_pairs_is_measured_over_that_of_single_numbers():
-    assert 0.5 < pairs.over_singles() < 8
-
-
-def test_pairs_that_cannot_be_measured_are_not_fast(monkeypatch):
-    def unavailable():
-        raise KernelUnavailable("no C compiler")
-
-    monkeypatch.setattr(pairs, "over_singles", unavailable)
-    assert not pairs.are_fast()

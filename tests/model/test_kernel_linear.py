@@ -12,9 +12,9 @@ from torch import nn
 from unit_kit import use_emulated_unit
 
 from mpic.kernels import c_kernel, linear, linear_tiles, products
-from mpic.model import kernel_linear
-from mpic.model.kernel_linear import KernelLinear
+from mpic.model import own_modules
 from mpic.model.loaded import LoadedModel
+from mpic.model.own_modules import KernelLinear
 from mpic_lab.bench.harness import BenchDevice
 from mpic_lab.bench.workload import DecoderShape, random_model
 
@@ -94,12 +94,12 @@ def test_weights_that_come_to_lie_otherwise_or_have_no_kernel_multiply_with_torc
     torch.testing.assert_close(layer(torch.ones(1, 64)), layer.weight.sum(1)[None])
     unavailable = linear.KernelUnavailable("no kernel for this dtype on this processor")
     monkeypatch.setattr(products, "load", Mock(side_effect=unavailable))
-    kernel_linear._kernels.cache_clear()
+    own_modules._kernels.cache_clear()
     try:
         layer = _layers(loaded)[1]
         torch.testing.assert_close(layer(torch.ones(1, 64)), layer.weight.sum(1)[None])
     finally:
-        kernel_linear._kernels.cache_clear()
+        own_modules._kernels.cache_clear()
 
 
 @needs_kernel
@@ -124,7 +124,7 @@ def test_without_a_compiler_layers_stay_torchs_and_the_reason_is_told(monkeypatc
 
 def test_other_devices_keep_their_own():
     model = random_model(SHAPE, BenchDevice(CPU, torch.float32)).to("meta")
-    assert "not on meta" in kernel_linear.use_kernels(model, model.model).note
+    assert "not on meta" in own_modules.use_kernels(model, model.model).note
     assert not any(isinstance(m, KernelLinear) for m in model.modules())
 
 
@@ -166,5 +166,5 @@ def test_why_torch_multiplies_blocks_on_a_processor_with_a_unit_is_told(monkeypa
     found.few.name = "cpu-linear"
     monkeypatch.setattr(products, "load", lambda dtype: found)
     model = random_model(SHAPE, BenchDevice(CPU, torch.bfloat16))
-    details = kernel_linear.use_kernels(model, model.model).details
+    details = own_modules.use_kernels(model, model.model).details
     assert (details["linear_blocks"], details["linear_blocks_note"]) == ("torch", "not allowed")

@@ -11,7 +11,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from mpic.model.norms import OneCallNorm, differs_by_order, use_one_call
+from mpic.model.own_modules import OneCallNorm, differs_by_order, use_one_call
 
 
 class _GatedRMSNorm(LlamaRMSNorm):
@@ -26,12 +26,18 @@ def _norm(kind, dtype, size=96):
     return made.eval().requires_grad_(False)
 
 
+def _used(norm):
+    """What a decoder has in the place of a norm."""
+    decoder = nn.ModuleList([norm])
+    use_one_call(decoder)
+    return decoder[0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_norm_of_llama_gives_the_same_bits_in_one_call(dtype):
     own = _norm(LlamaRMSNorm, dtype)
-    quick = copy.deepcopy(own)
-    use_one_call(nn.ModuleList([quick]))
-    assert isinstance(quick, OneCallNorm) and isinstance(quick, LlamaRMSNorm)
+    quick = _used(copy.deepcopy(own))
+    assert type(quick) is OneCallNorm and type(own) is LlamaRMSNorm
     generator = torch.Generator().manual_seed(2)
     for rows in (1, 3, 500):
         x = (torch.randn(1, rows, 96, generator=generator) * 30).to(dtype)
@@ -41,9 +47,7 @@ def test_a_norm_of_llama_gives_the_same_bits_in_one_call(dtype):
 
 @pytest.mark.parametrize("kind", [Gemma3RMSNorm, _GatedRMSNorm])
 def test_norms_that_compute_or_take_something_else_stay_as_they_are(kind):
-    norm = _norm(kind, torch.float32)
-    use_one_call(nn.ModuleList([norm]))
-    assert type(norm) is kind
+    assert type(_used(_norm(kind, torch.float32))) is kind
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -64,14 +68,12 @@ def test_sums_in_another_order_are_told_from_other_rounding(dtype):
 
 
 def test_other_devices_keep_their_own():
-    norm = _norm(LlamaRMSNorm, torch.float32).to("meta")
-    use_one_call(nn.ModuleList([norm]))
-    assert type(norm) is LlamaRMSNorm
+    assert type(_used(_norm(LlamaRMSNorm, torch.float32).to("meta"))) is LlamaRMSNorm
 
 
 def test_hooks_of_a_norm_are_called():
-    norm, seen = _norm(LlamaRMSNorm, torch.float32), []
-    use_one_call(nn.ModuleList([norm]))
+    norm, seen = _used(_norm(LlamaRMSNorm, torch.float32)), []
+    assert type(norm) is OneCallNorm
     x = torch.randn(1, 2, 96)
     with norm.register_forward_pre_hook(lambda module, args: seen.append(args[0])):
         norm(x)

@@ -248,7 +248,7 @@ def test_the_newest_proofs_are_kept(place):
     old = {f"{n:064}": {**GOOD, "passed": f"2020-01-01T00:00:{n:02}+00:00"} for n in range(MOST)}
     place.write_text(json.dumps({"format": 1, "proofs": old}))
     place.chmod(0o600)
-    new = 2 + 2 * (start(place).fused is not None)  # decoding steps, and those of blocks
+    new = 2 + (start(place).program is not None)
     kept = _parsed(place.read_bytes())
     assert len(kept) == MOST and f"{new - 1:064}" not in kept and f"{new:064}" in kept
     assert all(isinstance(one, Proof) for one in kept.values())

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 
 from mpic.engine.native.batch import BatchSlice
+from mpic.engine.native.executor import Executor
 from mpic.engine.native.request import Request, Status
-from mpic.engine.native.runner import Runner
 from mpic.engine.native.sampling import Drawing
 from mpic.engine.native.scheduler import Scheduler
 from mpic.kernels.upload import send
@@ -54,8 +54,8 @@ class Ahead:
     ``counters``: ``steps_ahead``, ``rows_ahead_discarded``.
     """
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, enabled: bool) -> None:
-        self._runner, self._scheduler, self._enabled = runner, scheduler, enabled
+    def __init__(self, executor: Executor, scheduler: Scheduler, enabled: bool) -> None:
+        self._executor, self._scheduler, self._enabled = executor, scheduler, enabled
         self._launched: _Launched | None = None
         self.counters: Counter[str] = Counter()
 
@@ -67,14 +67,14 @@ class Ahead:
         """
         if not self._enabled or drawing.tokens is None or not self._continues(slices):
             return
-        if self._runner.reuses_logits:
+        if self._executor.reuses_logits:
             drawing.keep_logits()
         requests = [part.rows for part in slices]
         with ExitStack() as longer:
             for request in requests:
                 longer.enter_context(request.with_next())
             following = [BatchSlice(request, len(request) - 1, len(request)) for request in requests]
-            logits = self._runner.run(following, ids=drawing.tokens.clamp_min(0))
+            logits = self._executor.run(following, ids=drawing.tokens.clamp_min(0))
         extents = [request.extent for request in requests]
         self._launched = _Launched(following, extents, drawing, logits)
         self.counters["steps_ahead"] += 1

@@ -14,12 +14,14 @@ import torch
 
 from mpic.engine.checks import as_failure
 from mpic.engine.native.batch import BatchSlice
+from mpic.engine.native.executor import row_inputs
 from mpic.engine.native.request import LinkedChunk, Request, own_tokens
-from mpic.engine.native.runner import Runner
 from mpic.kernels.attention import rotate
+from mpic.kv.pool import Pool
 from mpic.link import DynamicPolicy, Evidence, make_plan
 from mpic.link.policies.full import Full
 from mpic.model.bidirectional import Scope
+from mpic.model.loaded import LoadedModel
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +53,9 @@ class Decider:
     ``counters``: ``deciding_passes``.
     """
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner, self._model, self._pool = runner, runner.model, runner.pool
-        self._whole_prompt = runner.model.scope is Scope.PROMPT
+    def __init__(self, model: LoadedModel, pool: Pool) -> None:
+        self._model, self._pool = model, pool
+        self._whole_prompt = model.scope is Scope.PROMPT
         self.counters: Counter[str] = Counter()
 
     def decide(
@@ -109,7 +111,7 @@ class Decider:
         positions = torch.cat([part.rows.positions for part in slices], 1).to(self._model.device)
         _, layer = self._kind(requests[0])
         lengths = [part.hi for part in slices]
-        probe = self._model.probe(self._runner.inputs(slices, starts), positions, layer, lengths, blocks)
+        probe = self._model.probe(row_inputs(self._model, slices, starts), positions, layer, lengths, blocks)
         seen = (probe.keys, probe.values, probe.queries)
         return [
             Look(*(x[:, start:end] for x in seen), probe.scale)

@@ -21,7 +21,7 @@ from mpic.engine.native.transfers import LoadEnded
 from mpic.engine.tombstones import Tombstones
 from mpic.errors import DeletedMeanwhile, IntegrityError, PoolTooSmall
 from mpic.kv.chunk import ChunkKey
-from mpic.kv.device import DeviceCache, Resident
+from mpic.kv.device import ChunkState, DeviceCache, Resident
 from mpic.kv.pool import Extent
 from mpic.kv.prefix import own
 from mpic.model.bidirectional import Scope
@@ -171,12 +171,12 @@ class DeviceMemory:
                     linked.tier = "compiled"
                     self._compile(linked.resident)
             elif first_time:
-                making = "compiled" if linked.resident in self.jobs else "disk"
+                making = "compiled" if linked.resident.state is ChunkState.COMPILING else "disk"
                 linked.tier = "device" if linked.resident.ready else making
             if first_time:
                 self.device.counters["chunk_requests"] += 1
                 self.device.counters["chunk_hits"] += linked.tier == "device"
-                if linked.resident.ready or linked.resident in self.jobs:
+                if linked.resident.state in (ChunkState.READY, ChunkState.COMPILING):
                     self.device.counters[f"chunks_from_{linked.tier}"] += 1
                 else:
                     self._loading[linked.resident] += 1
@@ -188,6 +188,7 @@ class DeviceMemory:
         """Takes back what ``_attach`` has begun, where it could not end. Loads that it started end by themselves."""
         for resident in added.values():
             if resident in self.jobs:
+                resident.become(ChunkState.FAILED)
                 self._end(self.jobs[resident])
         for linked in chunks:
             linked.resident = None
@@ -246,6 +247,7 @@ class DeviceMemory:
         except BaseException:
             self.device.drop(resident)  # or later requests would wait for what nobody makes
             raise
+        resident.become(ChunkState.COMPILING)
         self.device.acquire(resident)
         job.began = self._tombstones.begin()
         self.jobs[resident] = job
@@ -260,7 +262,7 @@ class DeviceMemory:
         """Marks a chunk ready after its last row has run: it can be linked at once, and is saved in the background."""
         resident = job.resident
         self._presser.press(job)
-        resident.ready = True
+        resident.become(ChunkState.READY)
         self.counters["tokens_compiled"] += len(resident.inputs)
         try:
             self._save(resident, self._take_futures(resident), job.began)
@@ -287,6 +289,7 @@ class DeviceMemory:
         """Abandons all compile jobs, which a failed step may have left half done, and fails everything that waits for a
         chunk."""
         for resident, job in list(self.jobs.items()):
+            resident.become(ChunkState.FAILED)
             self._end(job)
             self.device.drop(resident)
         for resident in list(self._uploads):

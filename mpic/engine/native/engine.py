@@ -24,10 +24,9 @@ from mpic.engine.checks import as_failure, as_shortage
 from mpic.engine.native.ahead import Ahead
 from mpic.engine.native.batch import BatchSlice, CompileJob, CompileRequest
 from mpic.engine.native.builder import RequestBuilder
-from mpic.engine.native.cuda_graphs import piecewise_for, static_decode_for
+from mpic.engine.native.choose import executor_for
 from mpic.engine.native.decide import Decider
 from mpic.engine.native.device_memory import DeviceMemory
-from mpic.engine.native.fused_decode import FusedDecode
 from mpic.engine.native.inbox import Inbox
 from mpic.engine.native.linker import ChunkLinker
 from mpic.engine.native.loader import loaders_for
@@ -35,7 +34,6 @@ from mpic.engine.native.outputs import Outputs
 from mpic.engine.native.preparation import Preparation
 from mpic.engine.native.presser import Presser, refusal
 from mpic.engine.native.request import LinkedChunk, Request
-from mpic.engine.native.runner import Runner
 from mpic.engine.native.sampling import Drawing
 from mpic.engine.native.scheduler import Scheduler
 from mpic.engine.native.stats import stats
@@ -73,8 +71,8 @@ class NativeEngine(Engine):
         loaders: threads that read chunks from the store; 0 chooses by the machine's cores.
         staging: size of the page-locked ring that chunks are read through to a CUDA device; None chooses.
         check_when_idle: verify all invariants whenever nothing runs.
-        cuda_graphs: ``on``, ``off``, or ``auto``; see ``cuda_graphs.py``.
-        ahead: launch decoding steps before the last one's tokens are known (``ahead.py``); None: on a CUDA device.
+        cuda_graphs: ``on``, ``off``, or ``auto``; see ``cuda_executor.py``.
+        ahead: launch decoding steps before the last one's tokens are known (``ahead.py``); None: as the executor says.
     """
 
     def __init__(
@@ -101,12 +99,8 @@ class NativeEngine(Engine):
         self._inbox = Inbox()
         self._post = self._inbox.post
         self.pool = Pool(model.shape, pages, page_size, model.kv_dtype, model.device)
-        self.runner = Runner(model, self.pool)
         # checked before any thread runs
-        self.runner.static = static_decode_for(self.runner, max_running, cuda_graphs)
-        if self.runner.static is None and model.device.type == "cpu":
-            self.runner.static = FusedDecode(model, self.runner.tables)
-        self.runner.piecewise = piecewise_for(self.runner, budget, max_running, cuda_graphs)
+        self.executor = executor_for(model, self.pool, budget, max_running, cuda_graphs)
         self.device = DeviceCache(self.pool)
         if store is not None:
             store = CheckedStore(store, model.expected(adapter))
@@ -117,13 +111,11 @@ class NativeEngine(Engine):
         load, save = self.transfers.load, self.transfers.save
         self.memory = DeviceMemory(self.device, model.bos_id, load, save, tombstones, presser, model.scope)
         self.scheduler = Scheduler(self.memory, budget, max_running)
-        self.ahead = Ahead(
-            self.runner, self.scheduler, model.device.type == "cuda" if ahead is None else ahead
-        )
-        self.decider = Decider(self.runner)
+        self.ahead = Ahead(self.executor, self.scheduler, self.executor.ahead if ahead is None else ahead)
+        self.decider = Decider(model, self.pool)
         pace = self.scheduler.pace
         self.linker = ChunkLinker(
-            model, adapter, store, self.device, tombstones, lambda: pace.seconds_per_row
+            model, adapter, store, self.device, self.tombstones, lambda: pace.seconds_per_row
         )
         self.builder = RequestBuilder(model, store, self.linker, self.pool)
         self.outputs = Outputs(self.scheduler, self.builder, self.tombstones, self._post, model.eos_ids)
@@ -224,9 +216,8 @@ class NativeEngine(Engine):
 
     def stats(self) -> dict[str, Any]:
         memory = (self.device, self.memory, self.scheduler, self.transfers)
-        runner = self.runner
-        steps = (self.decider, self.outputs, self.ahead, runner.static, runner.piecewise, self.model.fused)
-        counted = [dict(owner.counters) for owner in (*memory, *steps) if owner is not None]
+        steps = (self.decider, self.outputs, self.ahead, self.executor)
+        counted = [dict(owner.counters) for owner in (*memory, *steps)]
         return {
             **stats(self.scheduler, self.pool),
             "counters": dict(ChainMap(*counted, dict(self._counters))),
@@ -267,7 +258,7 @@ class NativeEngine(Engine):
     def _loop(self) -> None:
         while True:
             if self.scheduler.idle:
-                self.runner.forget()
+                self.executor.forget()
             self._provide_memory()
             stopping = self._inbox.wait(self._has_work)
             self._inbox.handle()
@@ -346,7 +337,7 @@ class NativeEngine(Engine):
         self._more_to_do = True
         barrier = self.transfers.barrier(s.rows for s in slices if isinstance(s.rows, Request))
         began = time.monotonic()
-        logits = self.runner.run(slices, barrier)
+        logits = self.executor.run(slices, barrier)
         rows = self._commit(slices, logits, barrier)
         if barrier is None:  # else the step's time would be that of the loads
             self.scheduler.pace.measure(rows, time.monotonic() - began)
@@ -391,7 +382,7 @@ class NativeEngine(Engine):
         self._counters["rows"] += computed
         if not taken:
             # nothing else waits for the device here, and steps would queue up in front of the next request
-            self.runner.wait()
+            self.executor.wait()
             return computed
         if len(taken) < row:
             logits = logits[list(taken.values())]
@@ -410,7 +401,7 @@ class NativeEngine(Engine):
         """Finds out, after something has failed, whether the device still works: after an error of its own CUDA refuses
         everything for as long as the process lives, so the engine is not ready any more and says so."""
         try:
-            self.runner.wait()
+            self.executor.wait()
         except Exception as error:
             self._broken = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             log.critical("the device does not work any more, restart the server: %s", self._broken)

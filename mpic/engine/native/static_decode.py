@@ -6,7 +6,7 @@ step of each number of rows (a *bucket*; smaller batches are filled up) is captu
 step is one launch instead of one for each operation of the model. Without CUDA the same step runs as it would be
 captured.
 
-Everything else (links, compiled chunks, batches that do not fit the tables) takes the runner's other way.
+Everything else (links, compiled chunks, batches that do not fit the tables) runs the model's modules.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from mpic.kernels.upload import upload
 from mpic.kv.pool import Pool
 from mpic.model.hooks import Step
 from mpic.model.loaded import LoadedModel
-from mpic.model.static_attention import StaticAttention, StaticKernel, attention_of
 from mpic.model.structure import RowInputs
+from mpic.model.triton_attention import StaticAttention, StaticKernel
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class StaticDecode:
     """
 
     def __init__(self, model: LoadedModel, pool: Pool, most: int, capture: Capture | None = None) -> None:
-        attention = attention_of(model)
+        attention = model.triton_attention()
         self._model, self.most = model, most
         self._attention = StaticAttention(attention, pool.arena, most)
         self._single_n = attention.tiles.single_n
@@ -126,7 +126,7 @@ class StaticDecode:
         """Runs a step if it is one of decoding rows alone, and fits.
 
         Args:
-            ids: the rows' tokens on the device, where the host does not know them yet (``Runner.run``).
+            ids: the rows' tokens on the device, where the host does not know them yet (``Executor.run``).
 
         Returns:
             ``[rows, vocabulary]`` fp32, valid until the next step; None when the step has to be run in another way.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpic.engine.native.batch import BatchSlice, Rows
-from mpic.kernels.attention import GatheredCalls, KVView, SingleRows, SpanCall, Write
+from mpic.kernels.attention import KVView, SingleRows, SpanCall, Write
 from mpic.kernels.gathered import calls_over
 from mpic.kernels.patterns import Blocks, Pattern, fresh_calls, pieces
 from mpic.kernels.span import Span
@@ -73,7 +73,7 @@ class PlacedSlice(NamedTuple):
     def write(self) -> Write:
         return Write(slice(self.start, self.start + self.hi - self.lo), self.fresh)
 
-    def calls(self, pattern: Pattern) -> list[SpanCall | GatheredCalls]:
+    def calls(self, pattern: Pattern) -> list[SpanCall]:
         """Returns the attention calls of the rows in layers of a pattern, those over their own tokens first."""
         places = None if pattern.window is None else self.rows.places()[: self.hi]
         # every token is still inside the window
@@ -108,7 +108,7 @@ class PlacedSlice(NamedTuple):
         before = [Stretch(own._replace(lo=0, hi=own.lo), 0)] if own.lo else []
         return fresh_calls(Pattern(None, kind), self.start, np.empty(rows), own, before, blocks)
 
-    def _spans(self, kind: Blocks | None) -> list[SpanCall | GatheredCalls]:
+    def _spans(self, kind: Blocks | None) -> list[SpanCall]:
         """Returns the calls over mapped spans, each of which the rows see whole."""
         gathers = self.gathers and self.hi - self.lo > 1
         return list(calls_over(self.spans, self.lo, self.hi, self.start, kind is not None, gathers))
@@ -254,7 +254,7 @@ class StepTables:
         fresh = Span(own, before, before + hi - lo)
         return PlacedSlice(rows, lo, hi, start, fresh, spans, self._model.gathers_spans)
 
-    def _calls(self, parts: Sequence[PlacedSlice]) -> dict[Pattern, list[SpanCall | GatheredCalls]]:
+    def _calls(self, parts: Sequence[PlacedSlice]) -> dict[Pattern, list[SpanCall]]:
         """Returns the calls of the rows for each kind of layer. Kinds with the same pattern share them."""
         patterns = {kind.pattern for kind in self._model.kinds}
         return {pattern: [call for part in parts for call in part.calls(pattern)] for pattern in patterns}

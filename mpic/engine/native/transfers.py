@@ -23,7 +23,7 @@ from mpic.errors import EngineStopped, NotFound
 from mpic.kv.barrier import LayerBarrier, LoadProgress, LoadSignal
 from mpic.kv.chunk import ChunkInputs, ChunkKV, KVKey
 from mpic.kv.copies import CopiedProgress, Copies, copies_for
-from mpic.kv.device import DeviceCache, Resident
+from mpic.kv.device import ChunkState, DeviceCache, Resident
 from mpic.kv.readback import Readback, readback_for
 from mpic.kv.staging import Staging, StagingRing, staging_for
 from mpic.kv.store import ChunkStore, looked_up, optional
@@ -202,10 +202,12 @@ class Transfers:
                 load.layers = beside.read()
             elif target.device.type == "cpu":
                 progress = LoadProgress(self._signal, target.shape[0])
-            resident.progress = None if linked.uncompressed else progress
+            resident.become(ChunkState.LOADING, None if linked.uncompressed else progress)
             self._loaders.add(load)
         except BaseException:
             self._let_go(resident)
+            if resident.state is ChunkState.LOADING:
+                resident.become(ChunkState.FAILED)
             self.device.release(resident)
             self._tombstones.end(began)
             raise
@@ -229,9 +231,10 @@ class Transfers:
         linked.ms = (time.monotonic() - began) * 1e3
         if error is None:
             self.device.pool.trim(resident.extent)
-            resident.ready = True
+            resident.become(ChunkState.READY)
             linked.tier, reason = linked.stored.tier, None
         else:
+            resident.become(ChunkState.FAILED)
             self.device.shape(resident, pressed=False)
             linked.tier = "compiled"
             linked.reason = reason = self._reason(linked, error)
@@ -245,7 +248,6 @@ class Transfers:
     def _let_go(self, resident: Resident) -> None:
         """Ends what a load does to a resident's extent while it runs."""
         resident.extent.fixed -= 1
-        resident.progress = None
         self.loading -= 1
 
     def _reason(self, linked: LinkedChunk, error: BaseException) -> str:

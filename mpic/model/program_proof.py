@@ -1,10 +1,10 @@
-"""The proof that a fused step computes what the model's own modules do, before it serves anything.
+"""The proof that a program computes what the model's own modules do, before it serves anything.
 
 Steps are run both ways. In two of them a few rows stand alone, with different lengths, over keys and values of their
 own and over those of a chunk that each sees at another base; the second has more rows, whose products may be another
 kernel's. In the last step two blocks of rows and one row that stands alone are run. Where decoding begins with tokens
-(``mpic.kernels.whole_decoder``), the first two are run that way, too. Logits have to agree, and so do the keys and
-values that every layer writes. In the first two the operations of the model's way are listed: one that a fused step
+(``mpic.kernels.decoder.WholeDecoder``), the first two are run that way, too. Logits have to agree, and so do the keys
+and values that every layer writes. In the first two the operations of the model's way are listed: one that a program
 does not have (a limit on values, a choice by their size) may make no difference for these rows and make one for others.
 """
 
@@ -20,22 +20,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpic.errors import ModelRefused
 from mpic.kernels.attention import SpanCall, Write
+from mpic.kernels.decoder import WholeDecoder
 from mpic.kernels.span import Span
-from mpic.kernels.whole_decoder import WholeDecoder
 from mpic.kernels.writes import RowWrites
 from mpic.kv.pool import Pool
-from mpic.model.fused_layers import NOTE, Unfused
-from mpic.model.fused_step import FusedStep
 from mpic.model.hooks import Step
 from mpic.model.loaded import LoadedModel
+from mpic.model.program import NO_HALVES, NOT_STREAM, NOTE, TOKENS_NOTE, Program, Unfused
 from mpic.model.proofs import Proofs
-from mpic.model.structure import RowInputs, as_plain
+from mpic.model.rotary import Rotary
+from mpic.model.structure import RowInputs, as_plain, plain_ids
 
 log = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Largest ``|difference| / max |value|`` of logits, and of keys and values, by the dtype of these. Both ways round at
 the same places."""
+_FAR = 100_000
+"""A position at which pairs of low frequencies have turned, too."""
 _LENGTHS = (3, 17, 41, 5, 29, 11)
 """Tokens before each row."""
 _ALONE = (3, len(_LENGTHS))
@@ -58,83 +60,89 @@ Run = Callable[[RowInputs, torch.Tensor, Step, torch.Tensor], "torch.Tensor | No
 """A way of running a step; see ``LoadedModel.forward``."""
 
 
-def use_fused_step(loaded: LoadedModel) -> None:
-    """Has the model run its decoding steps fused if that is proved now, and notes the reason if not."""
-    prove_fused_step(loaded, find_fused_step(loaded), Proofs())
+def use_program(loaded: LoadedModel) -> None:
+    """Has the model's steps run as a program if that is proved now, and notes the reason if not."""
+    prove_program(loaded, find_program(loaded), Proofs())
 
 
-def find_fused_step(loaded: LoadedModel) -> FusedStep | None:
-    """Returns the fused steps of a model, which are not proved yet; None where it has none, and notes the reason."""
-    loaded.fused, loaded.info.details[NOTE] = None, ""
+def find_program(loaded: LoadedModel) -> Program | None:
+    """Returns the program of a model, which is not proved yet; None where it has none, and notes the reason."""
+    loaded.program, details = None, loaded.info.details
+    details[NOTE], details[TOKENS_NOTE] = "", ""
     try:
-        return FusedStep(loaded)
+        program = _read(loaded)
     except (Unfused, ModelRefused) as reason:
-        loaded.info.details[NOTE] = reason.message if isinstance(reason, ModelRefused) else str(reason)
+        details[NOTE] = reason.message if isinstance(reason, ModelRefused) else str(reason)
         return None
+    try:
+        program.whole_decoder()
+    except Unfused as reason:
+        details[TOKENS_NOTE] = str(reason)
+    return program
 
 
-def prove_fused_step(loaded: LoadedModel, fused: FusedStep | None, proofs: Proofs) -> None:
-    """Has the model use its fused steps, if there are some, once they are proved; else notes the reason.
+def _read(loaded: LoadedModel) -> Program:
+    """Returns a model's program. Raises Unfused, or ModelRefused, if it has none."""
+    if loaded.device.type != "cpu":
+        raise Unfused(f"it runs on the CPU, not on {loaded.device.type}")
+    if not loaded.is_plain or loaded.latents or loaded.shape.parts != 2:
+        raise Unfused("its layers do not all attend in the plain way")
+    if not loaded.streams:
+        raise Unfused(loaded.attention_note or NOT_STREAM)
+    rotary = loaded.kinds[0].rotary
+    if not isinstance(rotary, Rotary):
+        raise Unfused(NO_HALVES)
+    axes, scale = _axes_and_scale(loaded, rotary.half)
+    own = (loaded.shape, loaded.kv_dtype)
+    return Program(loaded.model, loaded.text_model, rotary, axes, scale, *own)
+
+
+def prove_program(loaded: LoadedModel, program: Program | None, proofs: Proofs) -> None:
+    """Has the model use its program, if there is one, once it is proved; else notes the reason.
 
     Args:
         proofs: those of earlier starts, which need not run again.
     """
-    if fused is None:
+    if program is None:
         return
     try:
-        error = proofs.error_of(loaded, "fused step", lambda loaded: difference(loaded, fused))
+        error = proofs.error_of(loaded, "program", lambda loaded: difference(loaded, program))
     except ModelRefused as reason:
         loaded.info.details[NOTE] = reason.message
         return
-    try:
-        blocks = proofs.error_of(loaded, "fused blocks", lambda loaded: block_difference(loaded, fused))
-        log.info("%s: fused steps, relative errors %.1e and %.1e", loaded.info.name, error, blocks)
-    except ModelRefused as reason:  # then decoding steps alone are fused
-        fused.leave_blocks(f"blocks of rows run the modules: {reason.message}")
-    fused.counters.clear()
-    loaded.fused = fused
-
-
-def difference(loaded: LoadedModel, fused: FusedStep) -> float:
-    """Returns the largest relative difference between the two ways of a step of rows that stand alone.
-
-    Raises:
-        ModelRefused: it is too large, or the model's way has operations that a fused step has not.
-    """
-    ways = [_watched(loaded), fused.run]
-    if fused.begins_with_tokens():
-        ways.append(_from_tokens(fused, fused.whole_decoder()))
-    counts = {min(rows, fused.most_rows) for rows in _ALONE}
-    return max(
-        _within(loaded, ways, rows, functools.partial(_single_step, loaded, rows)) for rows in sorted(counts)
-    )
-
-
-def block_difference(loaded: LoadedModel, fused: FusedStep) -> float:
-    """Returns the largest relative difference between the two ways of a step with blocks of rows.
-
-    Raises:
-        ModelRefused: it is too large.
-    """
-    ways = [loaded.forward, fused.run, _in_parts(fused.run)]
-    return _within(loaded, ways, _BLOCKS[-1][1] + 1, lambda: _block_step(loaded))
+    log.info("%s: its program is proved, relative error %.1e", loaded.info.name, error)
+    loaded.program = program
 
 
 @torch.inference_mode()
-def _within(loaded: LoadedModel, ways: Sequence[Run], rows: int, make: Callable[[], ProofStep]) -> float:
-    """Returns the largest difference between the ways of a step. Raises ModelRefused if it is too large."""
-    loaded_fused, loaded.fused = loaded.fused, None
+def difference(loaded: LoadedModel, program: Program) -> float:
+    """Returns the largest relative difference between the ways of steps: of rows that stand alone, and of blocks.
+
+    Raises:
+        ModelRefused: it is too large, or the model's way has operations that a program has not.
+    """
+    ways: list[Run] = [_watched(loaded), program.run]
+    counts = set(_ALONE)
     try:
-        error = _difference(loaded, ways, rows, make)
+        decoder = program.whole_decoder()
+        ways.append(_from_tokens(program, decoder))
+        counts = {min(rows, decoder.most_rows) for rows in counts}
+    except Unfused:  # then no step begins with tokens
+        pass
+    steps = [(ways, rows, functools.partial(_single_step, loaded, rows)) for rows in sorted(counts)]
+    in_parts = [loaded.forward, program.run, _in_parts(program.run)]
+    steps.append((in_parts, _BLOCKS[-1][1] + 1, functools.partial(_block_step, loaded)))
+    try:
+        error = max(_difference(loaded, *step) for step in steps)
     except ModelRefused:
         raise
     except Exception as error:
-        raise ModelRefused(f"a fused step could not run: {type(error).__name__}: {error}") from error
-    finally:
-        loaded.fused = loaded_fused
+        raise ModelRefused(f"a step of the program could not run: {type(error).__name__}: {error}") from error
     limit = TOLERANCE[loaded.kv_dtype]
     if not error <= limit:
-        raise ModelRefused(f"a fused step differs from the model's own by {error:.1e} (limit {limit:.0e})")
+        raise ModelRefused(
+            f"a step of the program differs from the model's own by {error:.1e} (limit {limit:.0e})"
+        )
     return error
 
 
@@ -151,18 +159,18 @@ def _difference(loaded: LoadedModel, ways: Sequence[Run], rows: int, make: Calla
         step, written = make()
         logits = run(inputs, positions, step, wanted)
         if logits is None:
-            raise ModelRefused("the step of the proof is not one that is fused")
+            raise ModelRefused("the step of the proof is not one that the program runs")
         found.append((logits, written().float()))
     own, *others = found
     return max(_relative(got, wanted) for other in others for wanted, got in zip(own, other, strict=True))
 
 
-def _from_tokens(fused: FusedStep, decoder: WholeDecoder) -> Run:
+def _from_tokens(program: Program, decoder: WholeDecoder) -> Run:
     """Returns the way that begins with the rows' tokens."""
 
     def run(inputs: RowInputs, positions: torch.Tensor, step: Step, wanted: torch.Tensor) -> torch.Tensor:
         decoder.use(step.kinds[0].singles, step.single_writes)
-        decoder.rotate(*(table[None] for table in fused.rotations(positions)))
+        decoder.rotate(*(table[None] for table in program.rotations(positions)))
         return decoder(inputs.ids.tolist(), 0).float()[wanted]
 
     return run
@@ -248,7 +256,7 @@ def _block_step(loaded: LoadedModel) -> ProofStep:
 
 
 class _Operations(TorchDispatchMode):
-    """Raises ModelRefused at an operation that a fused step has not."""
+    """Raises ModelRefused at an operation that a program has not."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
@@ -266,3 +274,20 @@ def _watched(loaded: LoadedModel) -> Run:
             return loaded.forward(inputs, positions, step, wanted)
 
     return run
+
+
+@torch.inference_mode()
+def _axes_and_scale(loaded: LoadedModel, half: int) -> tuple[torch.Tensor, float]:
+    """Returns the axis of the positions ``[half]`` that turns each pair of a head, and the scale of attention scores,
+    both as the first layer's attention is seen to have them."""
+    inputs = loaded.rows(torch.tensor(plain_ids(loaded.config, 4)))
+    none = torch.zeros(loaded.mrope, 4, dtype=torch.int64)
+    here = loaded.probe(inputs, none, 0, [4], [[]])
+    axes = torch.zeros(half, dtype=torch.int64)
+    for axis in range(loaded.mrope):
+        moved = none.clone()
+        moved[axis] = _FAR
+        there = loaded.probe(inputs, moved, 0, [4], [[]])
+        turned = (there.keys != here.keys).any(0).any(0)
+        axes[turned[:half] | turned[half : 2 * half]] = axis
+    return axes, here.scale

@@ -1,13 +1,14 @@
-"""Decides which steps run from CUDA graphs: those of decoding rows (``static_decode.py``), and in pieces those with
-blocks of rows (``piecewise.py``).
+"""Steps on CUDA: those of decoding rows from one graph (``static_decode.py``), and in pieces those with blocks of rows
+(``piecewise.py``). Others, and all where nothing is captured, run the model's modules.
 
-Before anything is served, a step of either kind is compared with the same rows run in the usual way.
+Before anything is served, a step of either kind is compared with the same rows run by the modules.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,16 +17,19 @@ import torch
 
 from mpic.engine.native import piecewise
 from mpic.engine.native.batch import BatchSlice, Rows
+from mpic.engine.native.executor import TorchExecutor
 from mpic.engine.native.graph_capture import GraphCapture
 from mpic.engine.native.piecewise import CapturePieces, PiecewiseSteps
-from mpic.engine.native.runner import Runner
 from mpic.engine.native.static_decode import Capture, StaticDecode, bucket_sizes
 from mpic.errors import IntegrityError, ModelRefused
 from mpic.kernels.span import Span
-from mpic.kv.pool import Extent
+from mpic.kv.barrier import LayerBarrier
+from mpic.kv.pool import Extent, Pool
+from mpic.model.hooks import Step
 from mpic.model.loaded import LoadedModel
 from mpic.model.selftest import TOLERANCE, beyond_rounding, relative_error
-from mpic.model.static_attention import StaticAttention, attention_of
+from mpic.model.structure import RowInputs
+from mpic.model.triton_attention import StaticAttention
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +51,8 @@ def reserved_bytes(model: LoadedModel, most: int, choice: str, budget: int = 0) 
     if choice == "off" or model.device.type != "cuda":
         return 0
     try:
-        attention = attention_of(model)
-    except ModelRefused:  # `static_decode_for` reports this
+        attention = model.triton_attention()
+    except ModelRefused:  # the executor reports this
         static = 0
     else:
         nowhere = torch.empty(0, dtype=model.dtype, device="meta")
@@ -111,54 +115,101 @@ def _measured(model: LoadedModel, detail: str, what: str, choice: str) -> Iterat
     model.info.details[detail] = f"on: {said}"
 
 
-def static_decode_for(
-    runner: Runner, most: int, choice: str, capture: Capture | None = None
-) -> StaticDecode | None:
-    """Returns the static decoding steps of an engine, or None. The reason is logged where static steps were to be
-    expected.
-
-    Args:
-        choice: ``on``, ``off``, or ``auto``: on where the device is CUDA and the model's layers allow it.
-        capture: replaces the capture by CUDA in tests.
-
-    Raises:
-        ModelRefused: ``choice`` is ``on``, and the device or the model does not allow it.
-    """
-    model, device = runner.model, runner.model.device
-    if choice == "off" or (choice == "auto" and device.type != "cuda"):
-        return None
-    decode = None
-    with _measured(model, "cuda_graphs", "decoding steps", choice) as found:
-        if device.type == "cuda":
-            capture = capture or GraphCapture(device)
-        made = StaticDecode(model, runner.pool, most, capture)
-        found.rows, found.error = most, compare(made, runner)
-        decode = made
-    return decode
-
-
-def piecewise_for(
-    runner: Runner, budget: int, wanted: int, choice: str, capture: CapturePieces | None = None
-) -> PiecewiseSteps | None:
-    """Returns the steps with blocks of rows that run in captured pieces, or None, as ``static_decode_for`` does.
+class CudaExecutor(TorchExecutor):
+    """The steps of a model with attention on CUDA, captured where ``choice`` allows it. ``counters`` are those of its
+    parts.
 
     Args:
         budget: the most rows of a step.
-        wanted: the most rows of a step whose logits are wanted.
-        capture: replaces the capture by CUDA in tests. Without one there are no pieces on a CPU.
+        most: the most rows of a decoding step, and of one whose logits are wanted.
+        choice: ``on``, ``off``, or ``auto``: on where the device is CUDA and the model's layers allow it. The reason is
+            logged where captured steps were to be expected.
+        capture, capture_pieces: replace the capture by CUDA in tests. Without one nothing is captured on a CPU, where
+            decoding steps run as they would be captured.
+
+    Raises:
+        ModelRefused: ``choice`` is ``on``, and the device or the model does not allow it.
+
+    Attributes:
+        static: runs the decoding steps that fit it; None: none are captured.
+        piecewise: runs the other steps that fit it.
     """
-    model = runner.model
-    if choice == "off" or (capture is None and model.device.type != "cuda"):
-        return None
-    steps = None
-    # a step has no more rows than the pool has slots, some of which the comparison needs for other rows
-    room = max(1, runner.pool.pages * runner.pool.page_size - 4 * runner.pool.page_size)
-    with _measured(model, "piecewise_graphs", "steps with links", choice) as found:
-        capture = capture or GraphCapture(model.device).pieces
-        made = PiecewiseSteps(model, min(budget, room), wanted, capture)
-        found.rows, found.error = made.most, compare_pieces(made, runner)
-        steps = made
-    return steps
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        pool: Pool,
+        budget: int = 1,
+        most: int = 1,
+        choice: str = "off",
+        capture: Capture | None = None,
+        capture_pieces: CapturePieces | None = None,
+    ) -> None:
+        super().__init__(model, pool)
+        on_cuda = self.ahead = model.device.type == "cuda"
+        self.static: StaticDecode | None = None
+        self.piecewise: PiecewiseSteps | None = None
+        if choice == "on" or (choice == "auto" and on_cuda):
+            self._capture_decoding(most, choice, capture)
+        if choice != "off" and (on_cuda or capture_pieces is not None):
+            self._capture_pieces(budget, most, choice, capture_pieces)
+        captured = {"decoding steps": self.static, "pieces of other steps": self.piecewise}
+        if found := [name for name, steps in captured.items() if steps is not None]:
+            self.what, self.reuses_logits = f"CUDA graphs of {' and of '.join(found)}", True
+
+    def _capture_decoding(self, most: int, choice: str, capture: Capture | None) -> None:
+        model = self.model
+        with _measured(model, "cuda_graphs", "decoding steps", choice) as found:
+            if model.device.type == "cuda":
+                capture = capture or GraphCapture(model.device)
+            made = StaticDecode(model, self.pool, most, capture)
+            found.rows, found.error = most, compare(made, self)
+            self.static = made
+
+    def _capture_pieces(self, budget: int, wanted: int, choice: str, capture: CapturePieces | None) -> None:
+        model, pool = self.model, self.pool
+        # a step has no more rows than the pool has slots, some of which the comparison needs for other rows
+        room = max(1, pool.pages * pool.page_size - 4 * pool.page_size)
+        with _measured(model, "piecewise_graphs", "steps with links", choice) as found:
+            capture = capture or GraphCapture(model.device).pieces
+            made = PiecewiseSteps(model, min(budget, room), wanted, capture)
+            found.rows, found.error = made.most, compare_pieces(made, self)
+            self.piecewise = made
+
+    @property
+    def counters(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for steps in (self.static, self.piecewise):
+            if steps is not None:
+                found.update(steps.counters)
+        return found
+
+    def run(
+        self,
+        slices: Sequence[BatchSlice],
+        barrier: LayerBarrier | None = None,
+        ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See ``Executor.run``."""
+        if self.static is not None and barrier is None:
+            logits = self.static.run(slices, ids)
+            if logits is not None:
+                return logits
+        return super().run(slices, barrier, ids)
+
+    def forward(
+        self, inputs: RowInputs, positions: torch.Tensor, step: Step, wanted: torch.Tensor
+    ) -> torch.Tensor:
+        if self.piecewise is not None:
+            logits = self.piecewise.run(inputs, positions, step, wanted)
+            if logits is not None:
+                return logits
+        return super().forward(inputs, positions, step, wanted)
+
+    def forget(self) -> None:
+        super().forget()
+        if self.static is not None:
+            self.static.forget()
 
 
 def _allocated(device: torch.device) -> int:
@@ -171,7 +222,7 @@ def _allocated(device: torch.device) -> int:
 
 
 @torch.inference_mode()
-def compare(decode: StaticDecode, runner: Runner) -> float:
+def compare(decode: StaticDecode, executor: CudaExecutor) -> float:
     """Runs two decoding rows (one, where ``most`` is 1) over a random chunk and random own keys in both ways, then the
     next step, whose tables are advanced. Returns the largest relative difference of the logits.
 
@@ -180,22 +231,22 @@ def compare(decode: StaticDecode, runner: Runner) -> float:
     """
     errors: list[float] = []
     try:
-        with _random_rows(runner, (5, 7)[: decode.most]) as rows:
+        with _random_rows(executor, (5, 7)[: decode.most]) as rows:
             for _ in range(2):
                 slices = [_next(one) for one in rows]
                 # the static step runs first, so that it reads what it has written itself
                 got = decode.run(slices)
                 if got is None:
                     raise IntegrityError("a step of two rows does not fit the tables")
-                errors.append(relative_error(got, runner.run(slices)))
+                errors.append(relative_error(got, executor.run(slices)))
     finally:
         decode.forget()
         decode.counters.clear()
-    return _within_rounding(runner.model, errors, "decoding steps")
+    return _within_rounding(executor.model, errors, "decoding steps")
 
 
 @torch.inference_mode()
-def compare_pieces(steps: PiecewiseSteps, runner: Runner) -> float:
+def compare_pieces(steps: PiecewiseSteps, executor: CudaExecutor) -> float:
     """Runs a block of rows over a random chunk and a decoding row in both ways, with every bucket as empty as it can
     be, and NaN in the buffers of the rows that fill it up. Returns the largest relative difference of their logits, and
     of the keys and values that they write in any layer.
@@ -207,26 +258,26 @@ def compare_pieces(steps: PiecewiseSteps, runner: Runner) -> float:
     try:
         for below in (*steps.sizes[1:], 2):
             # with the decoding row, a row more than fit the bucket below
-            with _random_rows(runner, (0, 7), block=below) as (block, row):
+            with _random_rows(executor, (0, 7), block=below) as (block, row):
                 slices = [BatchSlice(block, 0, below), _next(row)]
                 steps.fill(float("nan"))
-                runner.piecewise = steps
-                logits, written = runner.run(slices).clone(), _written(runner, slices)
-                runner.piecewise = None
-                errors.append(relative_error(logits, runner.run(slices)))
-                errors += map(relative_error, written, _written(runner, slices))
+                executor.piecewise = steps
+                logits, written = executor.run(slices).clone(), _written(executor, slices)
+                executor.piecewise = None
+                errors.append(relative_error(logits, executor.run(slices)))
+                errors += map(relative_error, written, _written(executor, slices))
         if steps.counters["piecewise_steps"] != len(steps.sizes):
             raise IntegrityError("steps of some rows do not fit the pieces")
     finally:
-        runner.piecewise = None
+        executor.piecewise = None
         steps.fill(0.0)
         steps.counters.clear()
-    return _within_rounding(runner.model, errors, "steps in pieces")
+    return _within_rounding(executor.model, errors, "steps in pieces")
 
 
-def _written(runner: Runner, slices: Sequence[BatchSlice]) -> list[torch.Tensor]:
+def _written(executor: CudaExecutor, slices: Sequence[BatchSlice]) -> list[torch.Tensor]:
     """Returns the keys and the values of each layer that slices have written, in fp32."""
-    views = [runner.pool.view(part.rows.extent)[:, :, :, part.lo : part.hi] for part in slices]
+    views = [executor.pool.view(part.rows.extent)[:, :, :, part.lo : part.hi] for part in slices]
     return [x for part in torch.cat(views, 3).float() for x in part]
 
 
@@ -240,7 +291,7 @@ def _within_rounding(model: LoadedModel, errors: Sequence[float], what: str) -> 
 
 
 @contextmanager
-def _random_rows(runner: Runner, computed: Sequence[int], block: int = 0) -> Iterator[list[Rows]]:
+def _random_rows(executor: CudaExecutor, computed: Sequence[int], block: int = 0) -> Iterator[list[Rows]]:
     """Gives rows over one random chunk, of which so many own tokens have been computed, with random keys and values.
 
     Args:
@@ -249,7 +300,7 @@ def _random_rows(runner: Runner, computed: Sequence[int], block: int = 0) -> Ite
     Raises:
         IntegrityError: the pool has no room.
     """
-    pool, tokens = runner.pool, [n or block for n in computed]
+    pool, tokens = executor.pool, [n or block for n in computed]
     extents = [pool.alloc(n) for n in (24, *(own + 4 for own in tokens))]
     try:
         if None in extents:
@@ -259,9 +310,9 @@ def _random_rows(runner: Runner, computed: Sequence[int], block: int = 0) -> Ite
             view = pool.view(extent)
             view.copy_(torch.randn(view.shape, generator=generator).to(view.dtype))
         chunk, *own = extents
-        yield [_rows(runner.model, chunk, *one) for one in zip(own, tokens, strict=True)]
+        yield [_rows(executor.model, chunk, *one) for one in zip(own, tokens, strict=True)]
     finally:
-        runner.tables.forget()
+        executor.tables.forget()
         for extent in extents:
             if extent is not None:
                 pool.free(extent)

@@ -22,10 +22,10 @@ from mpic.kernels.attention import SpanCall
 from mpic.kernels.span import Span
 from mpic.kernels.writes import RowWrites
 from mpic.kv.pool import Pool
-from mpic.model import fused_proof
-from mpic.model.fused_layers import NOTE
-from mpic.model.fused_proof import TOLERANCE, find_fused_step, prove_fused_step
+from mpic.model import program_proof
 from mpic.model.hooks import Step
+from mpic.model.program import NOTE
+from mpic.model.program_proof import TOLERANCE, find_program, prove_program
 from mpic.model.proofs import Proofs
 from mpic.model.quantize import quantize_weights
 from mpic.model.structure import RowInputs
@@ -64,17 +64,31 @@ def _case(loaded, rows, lengths=(3, 600, 40), bases=(0, 500, 77)):
     return step, inputs, positions, pool.arena
 
 
-def _both(loaded, rows, wanted=None):
-    """Returns logits and memory after a step through the modules, and after the same step fused."""
+def _in_one_call(program):
+    """Returns the way of a step from its tokens to its logits."""
+    decoder = program.whole_decoder()
+
+    def run(inputs, positions, step, wanted):
+        decoder.use(step.kinds[0].singles, step.single_writes)
+        decoder.rotate(*(table[None] for table in program.rotations(positions)))
+        return decoder(inputs.ids.tolist(), 0).float()[wanted]
+
+    return run
+
+
+def _both(loaded, rows, wanted=None, way=None):
+    """Returns logits and memory after a step through the modules, and after the same step in one call (or another
+    way)."""
     wanted = torch.arange(rows) if wanted is None else wanted
-    results, fused = [], loaded.fused
-    for way in (None, fused):
-        loaded.fused = way
+    results = []
+    for run in (loaded.forward, way or _in_one_call(loaded.program)):
         step, inputs, positions, arena = _case(loaded, rows)
-        before = fused.counters["fused_steps"]
-        results.append((loaded.forward(inputs, positions, step, wanted), arena))
-        assert fused.counters["fused_steps"] - before == (way is not None)
+        results.append((run(inputs, positions, step, wanted), arena))
     return results
+
+
+def _most_rows(loaded):
+    return loaded.program.whole_decoder().most_rows
 
 
 def _assert_same(loaded, results):
@@ -88,9 +102,10 @@ def _assert_same(loaded, results):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_keys_and_values_are_those_of_the_modules(name, dtype):
     loaded = loaded_model(name, dtype, FAMILIES[name])
-    assert loaded.fused is not None and loaded.info.details[NOTE] == ""
-    for rows in {min(rows, loaded.fused.most_rows) for rows in (1, 3, 16)}:
+    assert loaded.program is not None and loaded.info.details[NOTE] == ""
+    for rows in {min(rows, _most_rows(loaded)) for rows in (1, 3, 16)}:
         _assert_same(loaded, _both(loaded, rows))
+        _assert_same(loaded, _both(loaded, rows, way=loaded.program.run))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
@@ -98,7 +113,7 @@ def test_blocks_of_single_rows_are_multiplied_on_the_unit(name, monkeypatch):
     """Up to 64 requests decode in one call; the sizes are such that sums are carried, too."""
     use_emulated_unit(monkeypatch)
     loaded = loaded_model(name, torch.bfloat16, {"hidden_size": 64, "intermediate_size": 2080})
-    assert loaded.fused is not None and loaded.fused.most_rows == decoder.BLOCK_ROWS
+    assert loaded.program is not None and _most_rows(loaded) == decoder.BLOCK_ROWS
     assert loaded.info.details["linear_blocks"] == "cpu-linear-tiles"
     for rows in (4, 5, 33, 64):
         _assert_same(loaded, _both(loaded, rows))
@@ -107,11 +122,11 @@ def test_blocks_of_single_rows_are_multiplied_on_the_unit(name, monkeypatch):
 def test_too_many_single_rows_for_one_call_are_refused_and_nothing_is_written(monkeypatch):
     use_emulated_unit(monkeypatch)
     loaded = loaded_model(dtype=torch.bfloat16, text={"hidden_size": 64, "intermediate_size": 96})
-    assert loaded.fused.most_rows == decoder.BLOCK_ROWS <= linear_tiles.ROWS
+    assert _most_rows(loaded) == decoder.BLOCK_ROWS <= linear_tiles.ROWS
     step, inputs, positions, arena = _case(loaded, decoder.BLOCK_ROWS + 1)
-    before, turns = arena.clone(), loaded.fused.rotations(positions)
-    with pytest.raises(ValueError, match="cpu-decoder cannot run a step"):
-        loaded.fused._decoder(inputs.embeds.clone(), *turns, step.single_writes, step.kinds[0].singles)
+    before = arena.clone()
+    with pytest.raises(ValueError, match="a step of 65 rows does not write"):
+        _in_one_call(loaded.program)(inputs, positions, step, torch.arange(1))
     assert torch.equal(arena, before)
 
 
@@ -129,8 +144,8 @@ def test_a_step_that_gets_more_threads_has_memory_for_them(monkeypatch):
 def test_sizes_that_the_unit_does_not_take_are_multiplied_as_before(monkeypatch):
     use_emulated_unit(monkeypatch)
     loaded = loaded_model(dtype=torch.bfloat16, text={"hidden_size": 64, "intermediate_size": 72})
-    assert loaded.fused is not None and loaded.fused.most_rows == linear.load(torch.bfloat16).most_rows
-    _assert_same(loaded, _both(loaded, loaded.fused.most_rows))
+    assert loaded.program is not None and _most_rows(loaded) == linear.load(torch.bfloat16).most_rows
+    _assert_same(loaded, _both(loaded, _most_rows(loaded)))
 
 
 def test_only_wanted_logits_are_computed_in_their_order(llama):
@@ -167,7 +182,7 @@ UNUSUAL = {
 def test_a_model_with_something_unusual_keeps_its_modules_and_says_why(case):
     name, text, reason = UNUSUAL[case]
     loaded = loaded_model(name, text=text)
-    assert loaded.fused is None and reason in loaded.info.details[NOTE]
+    assert loaded.program is None and reason in loaded.info.details[NOTE]
 
 
 CHANGES = {
@@ -186,65 +201,41 @@ def test_what_no_part_shows_is_found_by_running_the_model(what, monkeypatch):
     forward = kind.forward
     monkeypatch.setattr(kind, "forward", lambda mlp, x: change(forward, mlp, x))
     loaded = loaded_model()
-    assert loaded.fused is None and reason in loaded.info.details[NOTE]
+    assert loaded.program is None and reason in loaded.info.details[NOTE]
 
 
 def test_a_family_with_factors_keeps_its_modules():
     loaded = loaded_model(
         model=tf.GraniteForCausalLM(tf.GraniteConfig(**TEXT, residual_multiplier=0.9)).eval()
     )
-    assert loaded.fused is None and "the model also computes div" in loaded.info.details[NOTE]
+    assert loaded.program is None and "the model also computes div" in loaded.info.details[NOTE]
 
 
 def test_quantised_weights_keep_their_modules():
     model = make_model("llama", text={"hidden_size": 64})[0].to(torch.bfloat16)
     quantize_weights(model, "int8")
     loaded = loaded_model(model=model, dtype=torch.bfloat16)
-    assert loaded.fused is None and "the kernels for products do not multiply" in loaded.info.details[NOTE]
+    assert loaded.program is None and "the kernels for products do not multiply" in loaded.info.details[NOTE]
 
 
-def test_another_attention_keeps_the_modules(llama):
-    llama.choose_attention("reference")
-    try:
-        assert "cpu-stream" in llama.info.details[NOTE]
-        step, inputs, positions, _ = _case(llama, 2)
-        assert llama.fused.run(inputs, positions, step, torch.arange(2)) is None
-    finally:
-        llama.choose_attention("auto")
-    assert llama.info.details[NOTE] == ""
-
-
-@pytest.mark.parametrize("what", ["hook", "pre-hook", "forward", "module", "weight", "memory"])
-def test_modules_that_change_are_run_and_the_change_is_told(what):
+@pytest.mark.parametrize("what", ["hook", "forward", "module", "weight"])
+def test_a_program_owns_its_weights_whatever_becomes_of_the_modules(what):
+    """It is what was proved: a hook or another weight that a module gets afterwards changes nothing."""
     loaded = loaded_model()
-    layer, seen = loaded.text_model.layers[1], []
+    wanted = _both(loaded, 2, way=loaded.program.run)
+    layer = loaded.text_model.layers[1]
     mlp = layer.mlp
     if what == "hook":
-        hook = layer.register_forward_hook(lambda *args: seen.append(1))
-    elif what == "pre-hook":
-        hook = mlp.up_proj.register_forward_pre_hook(lambda *args: seen.append(1))
+        layer.register_forward_hook(lambda module, given, out: 2 * out)
     elif what == "forward":
-        layer.forward = lambda *args, **kwargs: (seen.append(1), type(layer).forward(layer, *args, **kwargs))[
-            1
-        ]
+        layer.forward = lambda *args, **kwargs: 2 * type(layer).forward(layer, *args, **kwargs)
     elif what == "module":
         mlp.down_proj = nn.Linear(mlp.down_proj.in_features, mlp.down_proj.out_features, bias=False)
-    elif what == "weight":
-        mlp.down_proj.weight = nn.Parameter(mlp.down_proj.weight * 2, requires_grad=False)
     else:
-        mlp.down_proj.weight.data = mlp.down_proj.weight.data * 2
-    fused = loaded.fused
-    step, inputs, positions, _ = _case(loaded, 2)
-    loaded.forward(inputs, positions, step, torch.arange(2))
-    assert not fused.counters["fused_steps"] and "since it was proved" in loaded.info.details[NOTE]
-    if what in ("hook", "pre-hook", "forward"):
-        assert seen
-    if what in ("hook", "pre-hook"):
-        assert not fused.begins_with_tokens()
-        hook.remove()
-        assert fused.begins_with_tokens() and loaded.info.details[NOTE] == ""
-        loaded.forward(inputs, positions, step, torch.arange(2))
-        assert fused.counters["fused_steps"] == 1 and loaded.info.details[NOTE] == ""
+        mlp.down_proj.weight = nn.Parameter(mlp.down_proj.weight * 2, requires_grad=False)
+    found = _both(loaded, 2, way=loaded.program.run)
+    assert not torch.equal(found[0][0], wanted[0][0])
+    assert torch.equal(found[1][0], wanted[1][0]) and torch.equal(found[1][1], wanted[1][1])
 
 
 @pytest.mark.parametrize("what", ["kernel", "deepstack"])
@@ -255,20 +246,12 @@ def test_steps_with_anything_else_to_do_run_the_modules(llama, what):
         inputs = inputs._replace(deepstack=(torch.zeros(2, dtype=torch.bool), torch.zeros(1, 0, 64)))
     else:
         step = replace(step, kernel=SimpleNamespace())
-    assert llama.fused.run(inputs, positions, step, torch.arange(2)) is None
+    assert llama.program.run(inputs, positions, step, torch.arange(2)) is None
     assert torch.equal(arena, before)
 
 
 def test_more_rows_than_its_products_are_made_for_run_as_a_block(llama):
-    rows, before = llama.fused.most_rows + 1, llama.fused.counters["fused_block_steps"]
-    results = []
-    for way in (None, llama.fused):
-        llama.fused, fused = way, llama.fused or way
-        step, inputs, positions, arena = _case(llama, rows)
-        results.append((llama.forward(inputs, positions, step, torch.arange(rows)), arena))
-        llama.fused = fused
-    _assert_same(llama, results)
-    assert llama.fused.counters["fused_block_steps"] == before + 1
+    _assert_same(llama, _both(llama, _most_rows(llama) + 1, way=llama.program.run))
 
 
 BROKEN = {
@@ -297,44 +280,40 @@ def test_a_kernel_that_computes_something_else_is_found_and_not_used(what, tmp_p
         loaded = loaded_model("qwen3" if "heads" in what else "qwen2")
     finally:
         decoder.load.cache_clear()
-    assert loaded.fused is None and "differs from the model's own" in loaded.info.details[NOTE]
+    assert loaded.program is None and "differs from the model's own" in loaded.info.details[NOTE]
 
 
 def test_a_proof_that_is_kept_is_not_repeated_and_a_failure_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr("mpic.model.proofs.subject", lambda loaded, test: test)
     tmp_path.chmod(0o700)
     loaded, path = loaded_model(), tmp_path / "self-tests.json"
-    difference = fused_proof.difference
-    monkeypatch.setattr(fused_proof, "difference", Mock(side_effect=ModelRefused("it differs")))
+    difference = program_proof.difference
+    monkeypatch.setattr(program_proof, "difference", Mock(side_effect=ModelRefused("it differs")))
     for _ in range(2):
-        prove_fused_step(loaded, find_fused_step(loaded), Proofs(path))
-        assert loaded.fused is None and loaded.info.details[NOTE] == "it differs"
-    assert fused_proof.difference.call_count == 2 and not path.exists()
-    monkeypatch.setattr(fused_proof, "difference", Mock(side_effect=difference))
+        prove_program(loaded, find_program(loaded), Proofs(path))
+        assert loaded.program is None and loaded.info.details[NOTE] == "it differs"
+    assert program_proof.difference.call_count == 2 and not path.exists()
+    monkeypatch.setattr(program_proof, "difference", Mock(side_effect=difference))
     for _ in range(2):
-        prove_fused_step(loaded, find_fused_step(loaded), Proofs(path))
-        assert loaded.fused is not None and loaded.info.details[NOTE] == ""
-    assert fused_proof.difference.call_count == 1
+        prove_program(loaded, find_program(loaded), Proofs(path))
+        assert loaded.program is not None and loaded.info.details[NOTE] == ""
+    assert program_proof.difference.call_count == 1
 
 
 def test_weights_that_do_not_fit_together_are_refused(llama):
-    weights = llama.fused._decoder.weights
+    weights = llama.program._layers.weights
     kernel = decoder.load(16, torch.float32)
     wrong = [weights.layers[0]._replace(before_gate=torch.ones(3)), *weights.layers[1:]]
     with pytest.raises(ValueError, match="before_gate of layer 0"):
         kernel.decoder(weights._replace(layers=wrong), 8)
     with pytest.raises(ValueError, match="pairs turn"):
         kernel.decoder(weights, 9)
-    step, inputs, positions, _ = _case(llama, 2)
-    turn = llama.fused.rotations(positions)
-    with pytest.raises(ValueError, match="cannot run a step"):
-        llama.fused._decoder(inputs.embeds[:1].clone(), *turn, step.single_writes, step.kinds[0].singles)
 
 
-def test_embedded_rows_are_fused_too(llama):
-    """Rows that are not embeddings of tokens, such as those of an adapter."""
+def test_rows_that_are_no_tokens_are_run_too(llama):
+    """Such as those of an adapter."""
     step, inputs, positions, _ = _case(llama, 2)
     embeds = torch.randn(2, TEXT["hidden_size"]).T.contiguous().T
     kept = embeds.clone()
-    assert llama.fused.run(RowInputs(inputs.ids, embeds), positions, step, torch.arange(2)) is not None
+    assert llama.program.run(RowInputs(inputs.ids, embeds), positions, step, torch.arange(2)) is not None
     assert torch.equal(embeds, kept)

@@ -10,16 +10,14 @@ import torch
 from fused_kit import DTYPES, FAMILIES, loaded_model, needs_fused
 from processors import compiled_for
 
-from mpic.errors import ModelRefused
 from mpic.kernels.attention import SpanCall, Write
-from mpic.kernels.decoder_blocks import BlockLayers
+from mpic.kernels.decoder import BlockLayers
 from mpic.kernels.span import Span
 from mpic.kernels.writes import RowWrites
 from mpic.kv.pool import Pool
-from mpic.model import fused_proof
-from mpic.model.fused_layers import NOTE
-from mpic.model.fused_proof import TOLERANCE
 from mpic.model.hooks import Observed, Step
+from mpic.model.program import NOTE
+from mpic.model.program_proof import TOLERANCE
 
 pytestmark = needs_fused
 processor = compiled_for("avx2", "avx512", "avx512_bf16", "amx")
@@ -77,17 +75,15 @@ def case(loaded, blocks=BLOCKS, alone=2):
 
 
 def both(loaded, change=lambda step: step, wanted=None, barriers=(None, None), **given):
-    """Returns logits, memory and step of the modules, and those of the fused step."""
-    results, fused = [], loaded.fused
-    for way, barrier in zip((None, fused), barriers, strict=True):
-        loaded.fused = way
+    """Returns logits, memory and step of the modules, and those of the program."""
+    results = []
+    for run, barrier in zip((loaded.forward, loaded.program.run), barriers, strict=True):
         step, inputs, positions, arena = case(loaded, **given)
         if barrier is not None:
             barrier.arena, step.barrier = arena, barrier
-        step, before = change(step), fused.counters["fused_block_steps"]
+        step = change(step)
         rows = torch.arange(len(inputs.ids)) if wanted is None else torch.tensor(wanted, dtype=torch.int64)
-        results.append((loaded.forward(inputs, positions, step, rows), arena, step))
-        assert fused.counters["fused_block_steps"] - before == (way is not None)
+        results.append((run(inputs, positions, step, rows), arena, step))
     return results
 
 
@@ -120,13 +116,13 @@ def test_only_wanted_logits_are_computed_in_their_order(llama):
 @pytest.mark.parametrize("wanted", [[41, 3], [134], []])
 def test_behind_the_last_attention_nothing_is_computed_of_rows_that_nobody_wants(wanted, dtype):
     loaded, counts = loaded_model(dtype=dtype), []
-    products = loaded.fused._blocks._products
+    products = loaded.program._blocks._products
 
     def counted(x, by, outs):
         counts.append((len(x), len(by)))
         products.into(x, by, outs)
 
-    loaded.fused._blocks._products = Mock(into=counted)
+    loaded.program._blocks._products = Mock(into=counted)
     (logits, memory, _), (got, fused_memory, _) = both(loaded, wanted=wanted)
     assert_near(loaded, fused_memory, memory)
     if wanted:
@@ -137,7 +133,7 @@ def test_behind_the_last_attention_nothing_is_computed_of_rows_that_nobody_wants
     assert counts == [(rows, count) for count in of_layer * (layers - 1) + of_layer[:1]] + behind_last
 
 
-def test_a_model_whose_wanted_rows_are_others_runs_its_modules(monkeypatch):
+def test_a_model_whose_wanted_rows_are_others_has_no_program(monkeypatch):
     run = BlockLayers.__call__
 
     def wrong(self, state, *tables, wanted):
@@ -181,20 +177,6 @@ def test_results_do_not_depend_on_the_number_of_threads(threads):
     assert_near(loaded, fused_memory, memory)
 
 
-def test_blocks_that_are_not_proved_run_the_modules_and_decoding_stays_fused(monkeypatch):
-    monkeypatch.setattr(fused_proof, "block_difference", Mock(side_effect=ModelRefused("it differs")))
-    loaded = loaded_model()
-    reason = "blocks of rows run the modules: it differs"
-    assert loaded.fused is not None and loaded.info.details[NOTE] == reason
-    step, inputs, positions, arena = case(loaded)
-    before = arena.clone()
-    assert loaded.fused.run(inputs, positions, step, torch.arange(1)) is None
-    assert torch.equal(arena, before)
-    loaded.choose_attention("reference")
-    loaded.choose_attention("auto")
-    assert loaded.info.details[NOTE] == reason
-
-
 def test_memory_of_another_layout_is_refused_and_not_written(llama):
     step, inputs, positions, arena = case(llama)
     before = arena.clone()
@@ -205,9 +187,9 @@ def test_memory_of_another_layout_is_refused_and_not_written(llama):
     ):
         broken = replace(step, writes=[Write(rows, wrong), *step.writes[1:]])
         with pytest.raises(ValueError, match="rows cannot be written"):
-            llama.fused.run(inputs, positions, broken, torch.arange(1))
-    turn = llama.fused.rotations(positions)
-    layers: BlockLayers = llama.fused._blocks
+            llama.program.run(inputs, positions, broken, torch.arange(1))
+    turn = llama.program.rotations(positions)
+    layers: BlockLayers = llama.program._blocks
     rows = torch.arange(len(inputs.embeds))
     with pytest.raises(ValueError, match="cannot run a step"):
         layers(inputs.embeds.clone(), *turn, torch.zeros(3, 4, dtype=torch.int64), lambda *rows: None, rows)
