@@ -212,7 +212,9 @@ class ChatEvents:
         async with aclosing(answer(client, page.chat, turn, run)) as steps:  # type: ignore[type-var]
             async for _ in steps:
                 yield messages(page), page.model_dump(), gr.skip(), gr.skip()
-        yield gr.skip(), gr.skip(), gr.skip(), stop_button(False)
+        # once more as a whole: Gradio's client changes the values of earlier messages to those of later ones in place, and
+        # a browser that is slower than the answer would take an update without a value for the end of the chat
+        yield messages(page), page.model_dump(), gr.skip(), stop_button(False)
 
     async def _prepare(self, client: AsyncMPIC, id: str) -> str:
         """Adds the files of a sample question, waits until they are compiled, and returns the question."""
