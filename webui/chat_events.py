@@ -212,8 +212,8 @@ class ChatEvents:
         async with aclosing(answer(client, page.chat, turn, run)) as steps:  # type: ignore[type-var]
             async for _ in steps:
                 yield messages(page), page.model_dump(), gr.skip(), gr.skip()
-        # once more as a whole: Gradio's client changes the values of earlier messages to those of later ones in place, and
-        # a browser that is slower than the answer would take an update without a value for the end of the chat
+        # once more as a whole: Gradio's client changes the values of earlier messages to those of later ones in place,
+        # and a browser that is slower than the answer would find nothing where the last message skips
         yield messages(page), page.model_dump(), gr.skip(), stop_button(False)
 
     async def _prepare(self, client: AsyncMPIC, id: str) -> str:
