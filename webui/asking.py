@@ -104,10 +104,7 @@ def messages(
 
 def options(wishes: Wishes) -> dict[str, Any]:
     """Returns the options of a chat completion. A press has no effect under a policy that reads no compiled chunk, and
-    is refused with it, so it is left out there.
-
-    Args:
-    """
+    is refused with it, so it is left out there."""
     try:
         uses_chunks = parse_policy(wishes.policy).uses_chunks if wishes.policy else True
     except UnknownPolicy:  # the server says so

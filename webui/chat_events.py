@@ -16,7 +16,7 @@ from mpic.client import AsyncMPIC
 from mpic.errors import BadRequest, HandleTaken
 from mpic.webui.asking import add_file, answer, by_handle, mention, own_files
 from mpic.webui.chats import OpenChat, StoredAnswer, StoredChat, StoredTurn, Wishes, now, open_chat
-from mpic.webui.events import client_of, given, told
+from mpic.webui.events import client_of, given, told, visitor_of
 from mpic.webui.parts import below, compared
 from mpic.webui.samples import sample_files, samples
 from mpic.webui.uploads import Sent, Uploads
@@ -35,8 +35,7 @@ def messages(page: OpenChat) -> list[dict[str, Any]]:
     for turn in page.chat.turns:
         found.append({"role": "user", "content": turn.question})
         run = turn.answer
-        content: list[Any] = [compared(turn)] if turn.again else []
-        content = [gr.HTML(one, js_on_load=None) for one in content]
+        content: list[Any] = [gr.HTML(compared(turn), js_on_load=None)] if turn.again else []
         if not turn.again and run.text:
             content.append(run.text)
         elif run.state == "done" and not run.text:
@@ -212,7 +211,9 @@ class ChatEvents:
         async with aclosing(answer(client, page.chat, turn, run)) as steps:  # type: ignore[type-var]
             async for _ in steps:
                 yield messages(page), page.model_dump(), gr.skip(), gr.skip()
-        yield gr.skip(), gr.skip(), gr.skip(), stop_button(False)
+        # once more as a whole: Gradio's client changes the values of earlier messages to those of later ones in place,
+        # and a browser that is slower than the answer would find nothing where the last message skips
+        yield messages(page), page.model_dump(), gr.skip(), stop_button(False)
 
     async def _prepare(self, client: AsyncMPIC, id: str) -> str:
         """Adds the files of a sample question, waits until they are compiled, and returns the question."""
@@ -251,7 +252,7 @@ def sent_files(value: Any, uploads: Uploads, request: gr.Request) -> list[Sent]:
     files = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(file, dict) for file in files):
         raise BadRequest("files are objects with a path", param="files")
-    user = request.request.state.visitor.user  # type: ignore[union-attr]
+    user = visitor_of(request).user
     return [uploads.find(user, file.get("path")) for file in files]
 
 

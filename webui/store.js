@@ -58,8 +58,13 @@ const save = () => {
   if (news && !answering) open(chat);
 };
 
+const setAnswering = (now) => { answering = now; document.body.toggleAttribute('data-answering', now); };
+
 const open = (chat) => {
-  if (answering && chat.id !== shown.id) document.querySelector('#stop').click();
+  if (answering && chat.id !== shown.id) {
+    document.querySelector('#stop').click();
+    setAnswering(false);
+  }
   if (saving) save();  // what the chat before this one is still to keep
   shown = chat;
   props.value = { ...props.value, chat };
@@ -76,8 +81,7 @@ const came = (chat) => {
     return open(shown);
   }
   shown = chat;
-  answering = runs(chat).length > 0;
-  document.body.toggleAttribute('data-answering', answering);
+  setAnswering(runs(chat).length > 0);
   saving ||= setTimeout(save, SOON);
 };
 

@@ -135,11 +135,26 @@ def test_a_chat_that_is_left_while_it_is_answered_does_not_return(fake, open_pag
     page.on("dialog", lambda dialog: dialog.accept())
     page.locator(f"#store [data-act={leave}]").first.click()
     until(page, lambda: questions(page) == [] and not page.locator("#stop").is_visible())
+    assert page.locator("body[data-answering]").count() == 0
     page.reload()
     page.wait_for_selector("body[data-ready]")
     assert questions(page) == []
     assert [question for question, _ in kept(page)] == left
     assert all(text.startswith("A very") and text != fake.engine.answer for _, text in kept(page))
+
+
+@pytest.mark.parametrize("leave", ["new", "delete"])
+def test_a_quick_answer_after_a_chat_was_left_is_kept(fake, open_page, leave):
+    page = open_page(fake.url)
+    fake.engine.pause, fake.engine.answer = 0.2, "A very slow answer that nobody waits for." * 10
+    send(page, "One")
+    until(page, lambda: "A very" in page.inner_text("#bot") and len(kept(page)) == 1)
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.locator(f"#store [data-act={leave}]").first.click()
+    until(page, lambda: questions(page) == [] and not page.locator("#stop").is_visible())
+    fake.engine.pause, fake.engine.answer = 0.0, ANSWER
+    send(page, "Two")
+    until(page, lambda: ["Two", ANSWER] in kept(page))
 
 
 def test_chats_outlast_reloads_and_restarts_and_can_be_exported(fake, open_page):
