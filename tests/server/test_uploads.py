@@ -1,6 +1,7 @@
 """Every way in for a file: a form, a body that is the file itself, and parts."""
 
 import asyncio
+import gc
 import hashlib
 import itertools
 import logging
@@ -296,6 +297,17 @@ async def test_the_uploads_in_parts_of_a_user_are_bounded_in_number_and_bytes(se
     for _ in range(2 * MOST_UPLOADS):
         await server.http.post(f"/v1/uploads/{await begin(server, b'x')}/cancel")
     assert len(remembered) <= 2 * MOST_UPLOADS + 1
+
+
+async def test_what_is_remembered_of_an_upload_is_short_whatever_its_request_holds(server):
+    await begin(server)
+    tracemalloc.start()
+    for _ in range(4):
+        await begin(server, mime_type="x" * 1_000_000)
+    gc.collect()
+    left = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert left < 1_000_000
 
 
 async def test_nobody_else_sees_or_changes_an_upload(server):

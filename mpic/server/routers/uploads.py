@@ -74,7 +74,7 @@ async def complete(
     """Make the file of some parts, in the order of their ids. Others are dropped. `file` is then as `POST /v1/files`
     answers it. If that fails, the upload is still under way; once it has succeeded, it says the same again."""
     upload = state.parted.get(user.id, upload_id)
-    stored = partial(store, request, state, user, filename=upload.asked.filename, arguments=upload.arguments)
+    stored = partial(store, request, state, user, filename=upload.filename, arguments=upload.arguments)
     await state.parted.complete(upload, body.part_ids, body.md5, stored)
     return _show(upload)
 
@@ -90,11 +90,11 @@ async def cancel(upload_id: str, state: StateDep, user: CurrentUser) -> UploadOb
 def _show(upload: PartedUpload) -> UploadObject:
     return UploadObject(
         id=upload.id,
-        bytes=upload.asked.bytes,
+        bytes=upload.bytes,
         created_at=int(upload.created_at),
         expires_at=int(upload.expires_at),
-        filename=upload.asked.filename,
-        purpose=upload.asked.purpose,
+        filename=upload.filename,
+        purpose=upload.purpose,
         status=upload.status,
         parts=tuple(_part(upload, part) for part in upload.parts.values()),
         file=upload.file,
