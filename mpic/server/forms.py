@@ -78,7 +78,7 @@ async def read_form(request: Request, arriving: Callable[[str], Arriving]) -> Fo
     """
     kind, _ = parse_options_header(request.headers.get("content-type"))
     if kind == URLENCODED:
-        raise BadRequest("file is required, in a form that is sent as multipart/form-data", param="file")
+        raise BadRequest("a form with a file is sent as multipart/form-data", param="Content-Type")
     if kind != MULTIPART:
         return FormData()
     async with aclosing(request.stream()) as stream:

@@ -106,6 +106,22 @@ async def test_a_body_that_is_no_file_is_refused_by_its_field(server, what):
     await wait_until(lambda: not parts_of(server))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("Content-Range", "bytes 4-6/7"),  # as `curl -C 4 -T` sends it
+        ("If-Match", '"a"'),
+        ("If-None-Match", "*"),
+        ("If-Unmodified-Since", "Sat, 29 Oct 1994 19:43:31 GMT"),
+    ],
+)
+async def test_a_body_that_is_to_be_written_in_part_or_on_a_condition_replaces_nothing(server, name, value):
+    made = (await server.http.put("/v1/files/A", content=b"the end")).json()
+    answer = await server.http.put("/v1/files/A", content=b"end", headers={name: value})
+    assert refused_field(answer) == (400, "bad_request", name)
+    assert (await server.http.get(f"/v1/files/{made['id']}/content")).content == b"the end"
+
+
 async def test_a_body_whose_client_leaves_is_no_error_of_the_server_and_leaves_nothing(server, caplog):
     with caplog.at_level(logging.INFO, "mpic.server"):
         sent, scope = [], {"method": "PUT"}
@@ -217,6 +233,10 @@ REFUSED_BEGINNINGS = {
         {"expires_after": {"anchor": "x", "seconds": 9}},
         (400, "bad_request", "expires_after.anchor"),
     ),
+    "life": (
+        {"expires_after": {"anchor": "created_at", "seconds": 10**10}},
+        (400, "bad_request", "expires_after.seconds"),
+    ),
 }
 
 
@@ -240,6 +260,8 @@ async def test_parts_that_no_upload_can_have_are_refused_and_removed(server):
     assert refused_field(await add(server, id, b"123456")) == (400, "upload_incomplete", "data")
     wrong = await server.http.post(f"/v1/uploads/{id}/parts", files={"file": ("a", b"1")})
     assert refused_field(wrong) == (400, "unsupported_parameter", "file")
+    no_form = await server.http.post(f"/v1/uploads/{id}/parts", data={"data": "12345"})
+    assert refused_field(no_form) == (400, "bad_request", "Content-Type")
     await wait_until(lambda: not parts_of(server))
     assert under_way(server) == {}
 

@@ -39,6 +39,8 @@ router = APIRouter(prefix="/v1/files", tags=["files"], route_class=JSONRoute)
 
 PURPOSES = ("user_data", "vision", "assistants")
 RAW = {"required": True, "content": {OCTETS: {"schema": {"type": "string", "format": "binary"}}}}
+CONDITIONS = ("Content-Range", "If-Match", "If-None-Match", "If-Unmodified-Since")
+"""Header fields that say to write less than a whole file, or not always. To ignore one could destroy a file."""
 FIELDS = ("file", "purpose", "handle", "replace", "split", "press", "ttl",
           "expires_after[anchor]", "expires_after[seconds]")  # fmt: skip
 
@@ -119,6 +121,12 @@ async def put(
         raise BadRequest(
             "the body is the file itself; send a form to POST /v1/files instead", param="Content-Type"
         )
+    for field in CONDITIONS:
+        if field in request.headers:
+            raise BadRequest(
+                f"{field} is not supported: the body is the whole file; ?replace=false keeps a file that is there",
+                param=field,
+            )
     name = filename or handle
     wishes = {"purpose": purpose, "handle": handle, "replace": replace, "split": split, "press": press}
     arguments = arguments_of(state, user, name, **wishes, ttl=ttl)

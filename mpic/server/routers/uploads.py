@@ -11,6 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from mpic.api.requests import UploadComplete, UploadCreate
 from mpic.api.resources import UploadObject, UploadPartObject
 from mpic.errors import TooLarge
+from mpic.library.intake.checks import check_life
 from mpic.server.auth import CurrentUser
 from mpic.server.json_routes import JSONRoute
 from mpic.server.routers.common import form_fields
@@ -28,6 +29,8 @@ async def create(body: UploadCreate, state: StateDep, user: CurrentUser) -> Uplo
     Everything that can be checked before the first byte is checked here. Parts are kept until the upload is complete,
     cancelled or expired, or the server ends.
     """
+    if body.expires_after is not None:  # named here as it is in JSON
+        check_life("expires_after.seconds", body.expires_after.seconds)
     arguments = arguments_of(
         state,
         user,
