@@ -210,6 +210,7 @@ class PartedUploads:
         """
         content = await arriving.taken()
         try:
+            await asyncio.to_thread(content.rest)
             _check_pending(upload)
             if len(upload.parts) >= MOST_PARTS:
                 raise TooManyUploads(f"an upload has {MOST_PARTS:,} parts at most", param="data")
@@ -220,8 +221,6 @@ class PartedUploads:
                     f"the part has {content.bytes:,} bytes, and the whole upload was to have {upload.bytes:,}",
                     param="data",
                 )
-            await asyncio.to_thread(content.rest)
-            _check_pending(upload)
         except BaseException:
             _discard([content])
             raise

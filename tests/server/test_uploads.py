@@ -82,6 +82,19 @@ async def test_a_file_may_be_the_whole_body_under_the_handle_in_the_path(server)
     assert (await put("图", png())).json()["kind"] == "image"
 
 
+async def test_a_body_that_was_stored_is_no_error_although_another_has_replaced_it_since(server, monkeypatch):
+    first, upload = await server.http.put("/v1/files/A", content=b"one"), server.library.files.upload
+
+    async def replaced(*args, **options):
+        outcome = await upload(*args, **options)
+        server.library.files.delete("local", outcome.file.id)
+        return outcome
+
+    monkeypatch.setattr(server.library.files, "upload", replaced)
+    again = await server.http.put("/v1/files/A", content=b"one")
+    assert again.status_code == 200 and again.json()["id"] == first.json()["id"]
+
+
 REFUSED_BODIES = {
     "no handle": ({"path": "a b"}, (400, "bad_request", "handle")),
     "a form": ({"type": "multipart/form-data; boundary=x"}, (400, "bad_request", "Content-Type")),
@@ -319,6 +332,15 @@ async def test_the_uploads_in_parts_of_a_user_are_bounded_in_number_and_bytes(se
     for _ in range(2 * MOST_UPLOADS):
         await server.http.post(f"/v1/uploads/{await begin(server, b'x')}/cancel")
     assert len(remembered) <= 2 * MOST_UPLOADS + 1
+
+
+async def test_parts_that_come_at_the_same_time_are_no_more_than_there_may_be(server, monkeypatch):
+    monkeypatch.setattr("mpic.server.uploads.MOST_PARTS", 3)
+    id = await begin(server)
+    answers = await asyncio.gather(*(add(server, id, b"x") for _ in range(8)))
+    assert sorted(one.status_code for one in answers) == [200] * 3 + [429] * 5
+    await wait_until(lambda: len(parts_of(server)) == 3)
+    assert under_way(server) == {"local": 3}
 
 
 async def test_what_is_remembered_of_an_upload_is_short_whatever_its_request_holds(server):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, File, Form, Path, Query, Request, Response, UploadFile
@@ -11,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from mpic.api.requests import FileChange
 from mpic.api.resources import FileChunk, FileDeleted, FileList, FileObject
 from mpic.engine.base import Engine
-from mpic.errors import BadRequest, DocumentTooLong, UnknownPress, UnsupportedParameter, cut
+from mpic.errors import BadRequest, DocumentTooLong, FileNotFound, UnknownPress, UnsupportedParameter, cut
 from mpic.library import File as LibraryFile
 from mpic.library.caches import CHUNK
 from mpic.library.intake.checks import check_life
@@ -191,10 +192,10 @@ async def store(
     finally:
         if stored.compile:
             request.app.state.background.compile(stored.file)
+    answer = _show(stored.file, state, {}, {})
     if stored.outcome == "unchanged":
-        answer = await run_in_threadpool(get_file, stored.file.id, state, user)
-    else:
-        answer = _show(stored.file, state, {}, {})
+        with suppress(FileNotFound):  # another request has replaced it since; it was stored all the same
+            answer = await run_in_threadpool(get_file, stored.file.id, state, user)
     return answer.model_copy(update={"outcome": stored.outcome})
 
 
