@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from mpic.errors import CorruptFile, RangeNotSatisfiable, UnsupportedParameter, cut
+from mpic.errors import BadRequest, CorruptFile, RangeNotSatisfiable, UnsupportedParameter, cut
 from mpic.library import File, Reference
 from mpic.library.folder.originals import PIECE, OpenOriginal
 from mpic.server.state import State
@@ -35,13 +35,19 @@ ENTITY_TAG = re.compile(r'(?:W/)?("[^"]*")')
 
 
 def form_fields(*known: str) -> Any:
-    """Returns a dependency that refuses unknown form fields."""
+    """Returns a dependency that refuses unknown form fields, and a form without the first of the known ones, its
+    file."""
 
     async def check(request: Request) -> None:
-        unknown = sorted(set((await request.form()).keys()) - set(known))
+        form = await request.form()
+        unknown = sorted(set(form.keys()) - set(known))
         if unknown:
             raise UnsupportedParameter(
                 f"{cut(unknown[0])} is not supported by this server", param=cut(unknown[0])
+            )
+        if known[0] not in form:
+            raise BadRequest(
+                f"{known[0]} is required, in a form that is sent as multipart/form-data", param=known[0]
             )
 
     return Depends(check)
