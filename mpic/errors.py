@@ -232,6 +232,12 @@ class RequestTimeout(MPICError):
     status, code = 408, "request_timeout"
 
 
+class PreconditionFailed(MPICError):
+    """The content is not the one that the client asks for (``If-Match``)."""
+
+    status, code = 412, "precondition_failed"
+
+
 class TooLarge(MPICError):
     status, code = 413, "too_large"
 

@@ -243,7 +243,7 @@ class UploadsInParts(Resource[IO]):
             progress: called with (bytes sent, total bytes) after each part.
 
         Raises:
-            ClientError: the file has fewer bytes than was said when the upload was begun.
+            ClientError: the file has fewer bytes than was said when the upload was begun, or more.
             ChecksumMismatch: the server has received other bytes.
         """
         if part_bytes < 1:
@@ -254,6 +254,10 @@ class UploadsInParts(Resource[IO]):
             held = {(part.sha256, part.bytes): part.id for part in done.parts}
             part_bytes = max(part_bytes, math.ceil(done.bytes / MOST_PARTS))
             with source.read() as content:
+                if content.size is not None and content.size > done.bytes:
+                    raise ClientError(
+                        f"the file has {content.size:,} bytes, and the upload was to have {done.bytes:,}"
+                    )
                 for start in range(0, done.bytes, part_bytes):
                     size = min(part_bytes, done.bytes - start)
                     piece, digest = await self.sender.io.open(_next_part, content, size, start, whole)

@@ -271,11 +271,11 @@ class Library:
         first. Safe to call twice."""
         if self._open:
             self._open = False
-            if isinstance(self.store, TieredStore):
-                self.store.close()
             with ExitStack() as ends:
                 ends.callback(self.folder.release)
                 ends.callback(self.catalog.close)
+                if isinstance(self.store, TieredStore):
+                    ends.callback(self.store.close)
                 try:
                     self.store.flush()
                 except MPICError as error:  # only the order of evictions depends on it

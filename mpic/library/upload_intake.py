@@ -134,7 +134,11 @@ class UploadIntake(LibraryPart):
         if kept is not None:
             return kept
         file = self._describe(wanted, incoming, now, expires_at)
-        may_replace = lambda old: wanted.replace or (old.sha256 == file.sha256 and not self._intact(old))
+        # not one that another request has stored just now, whose answer names it
+        may_replace = lambda old: (
+            (wanted.replace and not _same(old, wanted, incoming))
+            or (old.sha256 == file.sha256 and not self._intact(old))
+        )
         before = self._rows.by_handle(wanted.owner, wanted.handle) if wanted.handle else None
         replaces = before.id if before and may_replace(before) else ""
         self._originals.publish(
@@ -167,11 +171,7 @@ class UploadIntake(LibraryPart):
         old = self._rows.by_handle(wanted.owner, wanted.handle) if wanted.handle is not None else None
         if old is None:
             return None
-        if (
-            old.sha256 != incoming.sha256
-            or old.metadata != wanted.metadata
-            or _compiled_otherwise(old, wanted)
-        ):
+        if not _same(old, wanted, incoming):
             if not wanted.replace:
                 raise handle_taken(old.handle or "")
             return None
@@ -229,6 +229,12 @@ class UploadIntake(LibraryPart):
             split=wanted.split if key.kind == "text" else None,
             press=wanted.press or "",
         )
+
+
+def _same(old: File, wanted: Wanted, incoming: Incoming) -> bool:
+    """Returns whether a file is what an upload would make of its handle."""
+    same = old.sha256 == incoming.sha256 and old.metadata == wanted.metadata
+    return same and not _compiled_otherwise(old, wanted)
 
 
 def _compiled_otherwise(old: File, wanted: Wanted) -> bool:

@@ -22,7 +22,7 @@ from mpic.errors import BadRequest, TooLarge, cut
 from mpic.http import errors
 from mpic.library.intake.receive import Arriving
 
-MULTIPART, URLENCODED = b"multipart/form-data", b"application/x-www-form-urlencoded"
+MULTIPART = b"multipart/form-data"
 UTF_8 = frozenset({b"utf-8", b"utf8"})
 MAX_FILES, MAX_FIELDS = 1, 32
 """Most files and other fields of an upload's form. A file takes a descriptor as it arrives, and one for each connection
@@ -64,21 +64,18 @@ class FormCharset:
 
 
 async def read_form(request: Request, arriving: Callable[[str], Arriving]) -> FormData:
-    """Reads the form of an upload, whose file is written as it arrives. A body of another kind gives an empty one, in
-    which validation then misses the file.
+    """Reads the form of an upload, whose file is written as it arrives. A body of another kind is not read and gives an
+    empty one, in which ``form_fields`` then misses the file.
 
     Args:
         arriving: name of the field -> an upload of which no byte has arrived yet.
 
     Raises:
-        BadRequest: it is malformed, or is no multipart form, or it has too many files or fields, or a text that is not
-            UTF-8.
+        BadRequest: it is malformed, or has too many files or fields, or a text that is not UTF-8.
         TooLarge: its texts take more than ``TEXT_BYTES``, or its file is larger than an upload may be.
         StorageFull, LibraryGone: its file cannot be stored.
     """
     kind, _ = parse_options_header(request.headers.get("content-type"))
-    if kind == URLENCODED:
-        raise BadRequest("file is required, in a form that is sent as multipart/form-data", param="file")
     if kind != MULTIPART:
         return FormData()
     async with aclosing(request.stream()) as stream:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from types import FrameType
 
 FORCED = 70
@@ -74,8 +75,17 @@ class ShutdownTimer:
             else:
                 deadline = min(deadline, time.monotonic() + self.closing)
         # not through the log, whose lock a blocked thread may hold
-        os.write(STDERR, "".join(f"{line}\n" for line in (SAID[status], *threads())).encode())
+        with suppress(OSError):  # its reader has gone
+            _say("".join(f"{line}\n" for line in (SAID[status], *threads())).encode())
         os._exit(status)
+
+
+def _say(text: bytes) -> None:
+    """Writes as much to stderr as its reader takes. A pipe that is ready takes ``PIPE_BUF`` bytes without blocking."""
+    for start in range(0, len(text), select.PIPE_BUF):
+        if not select.select([], [STDERR], [], LAST_SECONDS)[1]:
+            return
+        os.write(STDERR, text[start : start + select.PIPE_BUF])
 
 
 def threads() -> list[str]:
@@ -90,5 +100,6 @@ def threads() -> list[str]:
 
 
 def _where(frame: FrameType) -> str:
-    frames = traceback.extract_stack(frame, limit=-FRAMES)
-    return " > ".join(f"{os.path.basename(f.filename)}:{f.lineno} {f.name}" for f in frames)
+    walk = traceback.walk_stack(frame)  # from the innermost frame outwards
+    frames = traceback.StackSummary.extract(walk, limit=FRAMES, lookup_lines=False)  # no source is read
+    return " > ".join(f"{os.path.basename(f.filename)}:{f.lineno} {f.name}" for f in reversed(frames))

@@ -134,7 +134,7 @@ class PartedUpload:
     """A file that comes in parts.
 
     Args:
-        asked: the request that began it.
+        bytes: those that all parts are to have together.
         arguments: those of ``UploadLibrary.upload``, besides the content.
         held: the bytes of its parts.
         expires_at: when it is removed, or forgotten if it has ended.
@@ -143,7 +143,9 @@ class PartedUpload:
 
     id: str
     user: str
-    asked: UploadCreate
+    filename: str
+    bytes: int
+    purpose: str
     arguments: dict[str, Any]
     held: UploadBytes
     created_at: float
@@ -180,13 +182,15 @@ class PartedUploads:
             raise TooManyUploads(
                 f"you have {len(pending)} uploads in parts under way, the most there may be; complete or cancel some"
             )
-        if sum(one.asked.bytes for one in pending) + asked.bytes > self._under_way.most:
+        if sum(one.bytes for one in pending) + asked.bytes > self._under_way.most:
             raise too_many_bytes(self._under_way.most)
         ended = [one.id for one in own if one.status != "pending"]
         for id in ended[: max(0, len(ended) - MOST_UPLOADS)]:
             del self._uploads[id]
         now, id = self._clock(), new_id("upload_")
-        upload = PartedUpload(id, user, asked, arguments, self._under_way.of(user), now, now + LIFE_SECONDS)
+        kept = (asked.filename, asked.bytes, asked.purpose)  # nothing whose length nobody has checked
+        held = self._under_way.of(user)
+        upload = PartedUpload(id, user, *kept, arguments, held, now, now + LIFE_SECONDS)
         self._uploads[id] = upload
         return upload
 
@@ -208,18 +212,17 @@ class PartedUploads:
         """
         content = await arriving.taken()
         try:
+            await asyncio.to_thread(content.rest)
             _check_pending(upload)
             if len(upload.parts) >= MOST_PARTS:
                 raise TooManyUploads(f"an upload has {MOST_PARTS:,} parts at most", param="data")
             if not content.bytes:
                 raise BadRequest("a part has one byte at least", param="data")
-            if content.bytes > upload.asked.bytes:
+            if content.bytes > upload.bytes:
                 raise UploadIncomplete(
-                    f"the part has {content.bytes:,} bytes, and the whole upload was to have {upload.asked.bytes:,}",
+                    f"the part has {content.bytes:,} bytes, and the whole upload was to have {upload.bytes:,}",
                     param="data",
                 )
-            await asyncio.to_thread(content.rest)
-            _check_pending(upload)
         except BaseException:
             _discard([content])
             raise
@@ -261,9 +264,9 @@ class PartedUploads:
                     why = "is named twice" if id in upload.parts else "is no part of this upload"
                     raise BadRequest(f"{cut(id)!r} {why}", param=f"part_ids[{at}]")
                 parts.append(rest.pop(id).content)
-            if (found := sum(part.bytes for part in parts)) != upload.asked.bytes:
+            if (found := sum(part.bytes for part in parts)) != upload.bytes:
                 raise UploadIncomplete(
-                    f"the parts have {found:,} bytes together, and the upload was to have {upload.asked.bytes:,}",
+                    f"the parts have {found:,} bytes together, and the upload was to have {upload.bytes:,}",
                     param="part_ids",
                     bytes=found,
                 )

@@ -80,6 +80,10 @@ def test_what_an_upload_in_parts_refuses_is_an_error_of_the_sdk(client):
     begun = client.uploads.create("w.txt", 10)
     with pytest.raises(mpic.ClientError, match="ended after 9 bytes"):
         client.uploads.send(begun.id, b"123456789", part_bytes=4)
+    with pytest.raises(
+        mpic.ClientError, match="has 11 bytes"
+    ):  # of which no part is stored as if it were all
+        client.uploads.send(begun.id, b"12345678901", part_bytes=4)
     part = client.uploads.add_part(begun.id, b"0123456789")
     with pytest.raises(mpic.errors.ChecksumMismatch):
         client.uploads.complete(begun.id, [part.id], "0" * 32)

@@ -279,3 +279,9 @@ def test_a_page_locked_tier_stays_within_its_budget_whatever_sizes_come_and_go(m
         del stored  # it could be read after its eviction
         tier.check()
     assert allocator.most <= budget and allocator.emptied > 5
+
+
+def test_a_tier_that_cannot_be_closed_does_not_keep_the_folder(tmp_path):
+    with pytest.raises(RuntimeError, match="stuck"), Library.open(tmp_path, host="plain") as library:
+        library.store.close = Mock(side_effect=RuntimeError("stuck"))
+    Library.open(tmp_path).close()

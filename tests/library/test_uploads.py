@@ -203,6 +203,20 @@ def test_of_concurrent_uploads_of_the_same_bytes_one_file_is_left(library):
     assert len(library.files.page("ann").files) == len(everything(library.root)) == 1
 
 
+def test_a_file_that_is_to_be_replaced_stays_if_it_was_stored_meanwhile(library):
+    publish, first = library.files._originals.publish, []
+
+    def raced(*args):  # another request uploads the same while this one is received
+        library.files._originals.publish = publish
+        first.append(library.files.add("ann", b"same text", "t", handle="H", replace=True))
+        publish(*args)
+
+    library.files._originals.publish = raced
+    again = library.files.add("ann", b"same text", "t", handle="H", replace=True)
+    assert again.id == first[0].id == library.files.by_handle("ann", "H").id
+    assert len(library.files.page("ann").files) == 1
+
+
 def test_one_of_two_concurrent_uploads_gets_the_handle(library):
     start = threading.Barrier(4)
 

@@ -202,6 +202,23 @@ async def test_the_tag_of_a_download_is_its_hash_and_spares_who_has_it(server, k
         assert (answer.status_code, answer.content) == (206 if content == b"01" else 200, content), held
 
 
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+async def test_the_rest_of_a_download_is_not_that_of_a_later_version(server, method):
+    made = (await server.http.post("/v1/references", files={"file": ("t.txt", b"0123456789")})).json()
+    path = f"/v1/references/{made['id']}/content"
+    tag = (await server.http.head(path)).headers["etag"]
+    ask = lambda held: server.http.request(method, path, headers={"Range": "bytes=5-", "If-Match": held})
+    for held in (tag, f'"other", {tag}', "*"):
+        assert (await ask(held)).status_code == (206 if method == "GET" else 200), held
+    for held in (f"W/{tag}", '"other"', "", tag[1:-1]):  # compared strongly
+        assert (await ask(held)).status_code == 412, held
+    await server.http.put(f"/v1/references/{made['id']}", files={"file": ("t.txt", b"abcdefghij")})
+    answer = await ask(tag)
+    assert answer.status_code == 412
+    if method == "GET":
+        assert refused_field(answer) == (412, "precondition_failed", "If-Match")
+
+
 async def test_a_damaged_original_is_not_sent_in_ranges_either(server):
     made = (await server.upload(b"0123456789", "t.txt")).json()
     path = server.library.files.get("local", made["id"]).path

@@ -57,12 +57,14 @@ BLOCKED = {
 @contextmanager
 def process(*command, log=subprocess.PIPE):
     """Starts processes, and ends them even if a test fails."""
-    one = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+    pipe = subprocess.PIPE
+    one = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True)
     try:
         yield one
     finally:
         one.kill()
         one.wait()
+        one.stdin.close()
         one.stdout.close()
         if one.stderr:
             one.stderr.close()
@@ -106,6 +108,18 @@ def test_a_second_signal_ends_the_grace(fifo):
         for number in (signal.SIGTERM, signal.SIGINT):
             one.send_signal(number)
             time.sleep(0.2)
+        assert one.wait(PATIENCE) == shutdown.FORCED
+
+
+@pytest.mark.parametrize("reader", ["is blocked", "has gone"])
+def test_nobody_has_to_read_the_last_words_for_the_process_to_end(fifo, reader):
+    full = "import os; os.set_blocking(2, False)\ntry:\n    while True: os.write(2, b'x' * 512)\n"
+    full += "except BlockingIOError: os.set_blocking(2, True)\n"
+    with watched(fifo, f"{full if reader == 'is blocked' else ''}input(); timer.signalled(); block()") as one:
+        if reader == "has gone":
+            one.stderr.close()
+        one.stdin.write("go on\n")
+        one.stdin.flush()
         assert one.wait(PATIENCE) == shutdown.FORCED
 
 

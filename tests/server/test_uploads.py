@@ -1,6 +1,7 @@
 """Every way in for a file: a form, a body that is the file itself, and parts."""
 
 import asyncio
+import gc
 import hashlib
 import itertools
 import logging
@@ -81,6 +82,19 @@ async def test_a_file_may_be_the_whole_body_under_the_handle_in_the_path(server)
     assert (await put("图", png())).json()["kind"] == "image"
 
 
+async def test_a_body_that_was_stored_is_no_error_although_another_has_replaced_it_since(server, monkeypatch):
+    first, upload = await server.http.put("/v1/files/A", content=b"one"), server.library.files.upload
+
+    async def replaced(*args, **options):
+        outcome = await upload(*args, **options)
+        server.library.files.delete("local", outcome.file.id)
+        return outcome
+
+    monkeypatch.setattr(server.library.files, "upload", replaced)
+    again = await server.http.put("/v1/files/A", content=b"one")
+    assert again.status_code == 200 and again.json()["id"] == first.json()["id"]
+
+
 REFUSED_BODIES = {
     "no handle": ({"path": "a b"}, (400, "bad_request", "handle")),
     "a form": ({"type": "multipart/form-data; boundary=x"}, (400, "bad_request", "Content-Type")),
@@ -103,6 +117,22 @@ async def test_a_body_that_is_no_file_is_refused_by_its_field(server, what):
     )
     assert refused_field(answer) == expected
     await wait_until(lambda: not parts_of(server))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("Content-Range", "bytes 4-6/7"),  # as `curl -C 4 -T` sends it
+        ("If-Match", '"a"'),
+        ("If-None-Match", "*"),
+        ("If-Unmodified-Since", "Sat, 29 Oct 1994 19:43:31 GMT"),
+    ],
+)
+async def test_a_body_that_is_to_be_written_in_part_or_on_a_condition_replaces_nothing(server, name, value):
+    made = (await server.http.put("/v1/files/A", content=b"the end")).json()
+    answer = await server.http.put("/v1/files/A", content=b"end", headers={name: value})
+    assert refused_field(answer) == (400, "bad_request", name)
+    assert (await server.http.get(f"/v1/files/{made['id']}/content")).content == b"the end"
 
 
 async def test_a_body_whose_client_leaves_is_no_error_of_the_server_and_leaves_nothing(server, caplog):
@@ -216,6 +246,10 @@ REFUSED_BEGINNINGS = {
         {"expires_after": {"anchor": "x", "seconds": 9}},
         (400, "bad_request", "expires_after.anchor"),
     ),
+    "life": (
+        {"expires_after": {"anchor": "created_at", "seconds": 10**10}},
+        (400, "bad_request", "expires_after.seconds"),
+    ),
 }
 
 
@@ -239,6 +273,8 @@ async def test_parts_that_no_upload_can_have_are_refused_and_removed(server):
     assert refused_field(await add(server, id, b"123456")) == (400, "upload_incomplete", "data")
     wrong = await server.http.post(f"/v1/uploads/{id}/parts", files={"file": ("a", b"1")})
     assert refused_field(wrong) == (400, "unsupported_parameter", "file")
+    no_form = await server.http.post(f"/v1/uploads/{id}/parts", data={"data": "12345"})
+    assert refused_field(no_form) == (400, "bad_request", "data") and "multipart" in no_form.text
     await wait_until(lambda: not parts_of(server))
     assert under_way(server) == {}
 
@@ -296,6 +332,26 @@ async def test_the_uploads_in_parts_of_a_user_are_bounded_in_number_and_bytes(se
     for _ in range(2 * MOST_UPLOADS):
         await server.http.post(f"/v1/uploads/{await begin(server, b'x')}/cancel")
     assert len(remembered) <= 2 * MOST_UPLOADS + 1
+
+
+async def test_parts_that_come_at_the_same_time_are_no_more_than_there_may_be(server, monkeypatch):
+    monkeypatch.setattr("mpic.server.uploads.MOST_PARTS", 3)
+    id = await begin(server)
+    answers = await asyncio.gather(*(add(server, id, b"x") for _ in range(8)))
+    assert sorted(one.status_code for one in answers) == [200] * 3 + [429] * 5
+    await wait_until(lambda: len(parts_of(server)) == 3)
+    assert under_way(server) == {"local": 3}
+
+
+async def test_what_is_remembered_of_an_upload_is_short_whatever_its_request_holds(server):
+    await begin(server)
+    tracemalloc.start()
+    for _ in range(4):
+        await begin(server, mime_type="x" * 1_000_000)
+    gc.collect()
+    left = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert left < 1_000_000
 
 
 async def test_nobody_else_sees_or_changes_an_upload(server):

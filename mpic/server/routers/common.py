@@ -14,7 +14,14 @@ from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from mpic.errors import CorruptFile, RangeNotSatisfiable, UnsupportedParameter, cut
+from mpic.errors import (
+    BadRequest,
+    CorruptFile,
+    PreconditionFailed,
+    RangeNotSatisfiable,
+    UnsupportedParameter,
+    cut,
+)
 from mpic.library import File, Reference
 from mpic.library.folder.originals import PIECE, OpenOriginal
 from mpic.server.state import State
@@ -30,18 +37,23 @@ PARTS: dict[int | str, dict[str, Any]] = {
     206: {"description": "the range that was asked for"},
     304: {"description": "the client has it (`If-None-Match`)"},
 }
-ENTITY_TAG = re.compile(r'(?:W/)?("[^"]*")')
-"""``If-None-Match`` compares weakly (RFC 9110, section 13.1.2)."""
+ENTITY_TAG = re.compile(r'(W/)?("[^"]*")')
 
 
 def form_fields(*known: str) -> Any:
-    """Returns a dependency that refuses unknown form fields."""
+    """Returns a dependency that refuses unknown form fields, and a form without the first of the known ones, its
+    file."""
 
     async def check(request: Request) -> None:
-        unknown = sorted(set((await request.form()).keys()) - set(known))
+        form = await request.form()
+        unknown = sorted(set(form.keys()) - set(known))
         if unknown:
             raise UnsupportedParameter(
                 f"{cut(unknown[0])} is not supported by this server", param=cut(unknown[0])
+            )
+        if known[0] not in form:
+            raise BadRequest(
+                f"{known[0]} is required, in a form that is sent as multipart/form-data", param=known[0]
             )
 
     return Depends(check)
@@ -80,6 +92,7 @@ def download(request: Request, file: File | Reference, open: Callable[[], OpenOr
         open: opens and verifies it; only called if some of it is sent, and the response then closes it.
 
     Raises:
+        PreconditionFailed: it is not the one that the client has a part of.
         RangeNotSatisfiable: the range begins behind the end.
     """
     tag = f'"{file.sha256}"'
@@ -89,8 +102,9 @@ def download(request: Request, file: File | Reference, open: Callable[[], OpenOr
         "ETag": tag,
         "X-Content-Type-Options": "nosniff",
     }
-    held = ",".join(request.headers.getlist("if-none-match"))
-    if tag in ENTITY_TAG.findall(held) or held.strip() == "*":
+    if "if-match" in request.headers and not _names(request, "if-match", tag, weakly=False):
+        raise PreconditionFailed(f"the content has the ETag {tag}", param="If-Match")
+    if _names(request, "if-none-match", tag, weakly=True):
         return Response(status_code=304, headers=headers)
     wanted = None
     if request.method == "GET" and request.headers.get("if-range", tag) == tag:
@@ -104,6 +118,13 @@ def download(request: Request, file: File | Reference, open: Callable[[], OpenOr
     if request.method == "HEAD":
         return Response(headers=headers, media_type=OCTETS)
     return _Download(open(), wanted, status, headers)
+
+
+def _names(request: Request, field: str, tag: str, weakly: bool) -> bool:
+    """Returns whether a field with entity tags names this one (RFC 9110, section 13.1)."""
+    value = ",".join(request.headers.getlist(field))
+    found = ENTITY_TAG.findall(value)
+    return value.strip() == "*" or any(one == tag and (weakly or not weak) for weak, one in found)
 
 
 def _range(header: str, size: int) -> range | None:

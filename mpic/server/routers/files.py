@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, File, Form, Path, Query, Request, Response, UploadFile
@@ -11,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from mpic.api.requests import FileChange
 from mpic.api.resources import FileChunk, FileDeleted, FileList, FileObject
 from mpic.engine.base import Engine
-from mpic.errors import BadRequest, DocumentTooLong, UnknownPress, UnsupportedParameter, cut
+from mpic.errors import BadRequest, DocumentTooLong, FileNotFound, UnknownPress, UnsupportedParameter, cut
 from mpic.library import File as LibraryFile
 from mpic.library.caches import CHUNK
 from mpic.library.intake.checks import check_life
@@ -39,6 +40,8 @@ router = APIRouter(prefix="/v1/files", tags=["files"], route_class=JSONRoute)
 
 PURPOSES = ("user_data", "vision", "assistants")
 RAW = {"required": True, "content": {OCTETS: {"schema": {"type": "string", "format": "binary"}}}}
+CONDITIONS = ("Content-Range", "If-Match", "If-None-Match", "If-Unmodified-Since")
+"""Header fields that say to write less than a whole file, or not always. To ignore one could destroy a file."""
 FIELDS = ("file", "purpose", "handle", "replace", "split", "press", "ttl",
           "expires_after[anchor]", "expires_after[seconds]")  # fmt: skip
 
@@ -119,6 +122,12 @@ async def put(
         raise BadRequest(
             "the body is the file itself; send a form to POST /v1/files instead", param="Content-Type"
         )
+    for field in CONDITIONS:
+        if field in request.headers:
+            raise BadRequest(
+                f"{field} is not supported: the body is the whole file; ?replace=false keeps a file that is there",
+                param=field,
+            )
     name = filename or handle
     wishes = {"purpose": purpose, "handle": handle, "replace": replace, "split": split, "press": press}
     arguments = arguments_of(state, user, name, **wishes, ttl=ttl)
@@ -183,10 +192,10 @@ async def store(
     finally:
         if stored.compile:
             request.app.state.background.compile(stored.file)
+    answer = _show(stored.file, state, {}, {})
     if stored.outcome == "unchanged":
-        answer = await run_in_threadpool(get_file, stored.file.id, state, user)
-    else:
-        answer = _show(stored.file, state, {}, {})
+        with suppress(FileNotFound):  # another request has replaced it since; it was stored all the same
+            answer = await run_in_threadpool(get_file, stored.file.id, state, user)
     return answer.model_copy(update={"outcome": stored.outcome})
 
 

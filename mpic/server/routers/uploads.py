@@ -11,6 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from mpic.api.requests import UploadComplete, UploadCreate
 from mpic.api.resources import UploadObject, UploadPartObject
 from mpic.errors import TooLarge
+from mpic.library.intake.checks import check_life
 from mpic.server.auth import CurrentUser
 from mpic.server.json_routes import JSONRoute
 from mpic.server.routers.common import form_fields
@@ -28,6 +29,8 @@ async def create(body: UploadCreate, state: StateDep, user: CurrentUser) -> Uplo
     Everything that can be checked before the first byte is checked here. Parts are kept until the upload is complete,
     cancelled or expired, or the server ends.
     """
+    if body.expires_after is not None:  # named here as it is in JSON
+        check_life("expires_after.seconds", body.expires_after.seconds)
     arguments = arguments_of(
         state,
         user,
@@ -74,7 +77,7 @@ async def complete(
     """Make the file of some parts, in the order of their ids. Others are dropped. `file` is then as `POST /v1/files`
     answers it. If that fails, the upload is still under way; once it has succeeded, it says the same again."""
     upload = state.parted.get(user.id, upload_id)
-    stored = partial(store, request, state, user, filename=upload.asked.filename, arguments=upload.arguments)
+    stored = partial(store, request, state, user, filename=upload.filename, arguments=upload.arguments)
     await state.parted.complete(upload, body.part_ids, body.md5, stored)
     return _show(upload)
 
@@ -90,11 +93,11 @@ async def cancel(upload_id: str, state: StateDep, user: CurrentUser) -> UploadOb
 def _show(upload: PartedUpload) -> UploadObject:
     return UploadObject(
         id=upload.id,
-        bytes=upload.asked.bytes,
+        bytes=upload.bytes,
         created_at=int(upload.created_at),
         expires_at=int(upload.expires_at),
-        filename=upload.asked.filename,
-        purpose=upload.asked.purpose,
+        filename=upload.filename,
+        purpose=upload.purpose,
         status=upload.status,
         parts=tuple(_part(upload, part) for part in upload.parts.values()),
         file=upload.file,
