@@ -1,6 +1,7 @@
 """The remote tier over a folder: what one server has compiled another loads, and what a store that fails costs."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from random import Random
 from types import SimpleNamespace
@@ -238,6 +239,21 @@ def test_a_store_that_can_be_read_and_not_written_is_still_read(opened, client):
     assert (tier.stats()["up"], tier.stats()["writable"], tier.stats()["uploads_waiting"]) == (1, 0, 1)
 
 
+def test_a_probe_does_not_wait_until_something_may_be_written_again(opened, client, monkeypatch):
+    monkeypatch.setattr(objects_module, "PAUSE", 0.01)
+    monkeypatch.setattr(objects_module, "LONGEST_PAUSE", 3600.0)
+    b, dead = opened("b"), Dead()
+    reads, writes, tier = tier_of(b).objects.reads, tier_of(b).objects.writes, tier_of(b)
+    settled(b)  # its thread is asleep
+    writes._pause = 3600.0
+    writes.failed(PermissionError("access denied"))
+    client.fault = dead
+    b.store.find([text_key()])
+    dead.down = False
+    with tier._changed:
+        assert tier._changed.wait_for(lambda: not reads.open, PATIENCE)
+
+
 def test_the_pause_between_two_probes_doubles_up_to_a_minute(client):
     clock = ManualClock()
     breaker = Objects(1.0, client, clock=clock).reads
@@ -258,13 +274,45 @@ def test_the_pause_between_two_probes_doubles_up_to_a_minute(client):
 
 def test_a_store_that_does_not_answer_costs_all_chunks_of_a_prompt_one_limit(opened, client):
     """Both are asked for at once; the next request asks for nothing."""
-    b, hung = opened("b", seconds=0.05), Hung()
+    b, hung = opened("b", seconds=1.0), Hung()
     client.fault = hung
     keys = [chunk.key for chunk in chunks(40)]
     assert b.store.find(keys) == {} and b.store.find(keys) == {}
     asked = client.count("get")
     hung.go.set()
     assert asked <= 40 and tier_of(b).stats()["up"] == 0
+
+
+def test_loads_under_way_do_not_keep_a_look_up_waiting(opened, client):
+    a, b, chunk, hung = opened("a"), opened("b"), make_chunk(), Hung(pattern="large")
+    a.store.save(chunk)
+    settled(a)
+    client.fault, objects = hung, tier_of(b).objects
+    for _ in range(2 * objects_module.THREADS):
+        objects.ask("large", 0, 10, None)
+    found = list(b.store.find([chunk.key]))
+    hung.go.set()
+    assert found == [chunk.key] and tier_of(b).stats()["up"] == 1
+
+
+def test_a_store_that_has_answered_some_look_ups_of_a_long_prompt_is_still_used(opened, client, monkeypatch):
+    some = chunks(objects_module.THREADS + 10)
+    a, b, hung = opened("a"), opened("b"), Hung(pattern=object_of(some[0].key))
+    for chunk in some:
+        a.store.save(chunk)
+    settled(a)
+
+    def all_but_one(futures, limit):
+        _, *others = futures
+        for future in others:
+            future.result()
+        return wait(futures, 0)
+
+    monkeypatch.setattr(objects_module, "wait", all_but_one)
+    client.fault = hung
+    found = b.store.find([chunk.key for chunk in some])
+    hung.go.set()
+    assert list(found) == [chunk.key for chunk in some[1:]] and tier_of(b).stats()["up"] == 1
 
 
 def test_an_answer_that_comes_too_late_does_not_have_the_next_request_wait_again(opened, client):
@@ -366,6 +414,21 @@ def test_a_deletion_under_a_dead_store_is_made_by_the_next_process(tmp_path, cli
     with server(tmp_path / "a", client) as library:
         assert settled(library)["deleted"] == 2
     assert names_in(tmp_path / "store") == {f"deleted/{content_of('ann', file.key)}"}
+
+
+def test_a_deletion_that_the_store_has_missed_for_longer_than_others_are_remembered_is_made(tmp_path, client):
+    now, dead = [1e9], Dead(False)
+    options = {"clock": lambda: now[0], "limits": Limits(tombstone_seconds=60)}
+    with server(tmp_path / "a", client, **options) as library:
+        file, _ = uploaded(library)
+        client.fault = dead
+        dead.down = True
+        library.files.delete("ann", file.id)
+        now[0] += 61
+        library.forget_gone()
+    dead.down = False
+    with server(tmp_path / "a", client, **options) as library:
+        assert settled(library)["deleted"] == 2
 
 
 def test_a_content_that_is_deleted_while_it_is_uploaded_does_not_stay_in_the_store(opened, client, tmp_path):
@@ -563,8 +626,8 @@ def test_a_bandwidth_that_speaks_against_loading_is_measured_again_a_minute_late
 # With an engine
 
 
-def answer(library, prompt, rate=None, name="llama"):
-    with closing(NativeEngine(family(name).loaded, library.store, pages=40)) as engine:
+def answer(library, prompt, rate=None, name="llama", pages=40):
+    with closing(NativeEngine(family(name).loaded, library.store, pages=pages)) as engine:
         if rate is not None:
             engine.scheduler.pace.seconds_per_row = rate
         return engine.submit(request_of(prompt, "mpic-4")).result()

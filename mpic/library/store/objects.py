@@ -23,7 +23,8 @@ from mpic.durable import FileSystem
 from mpic.kv.file import HEAD_BYTES
 
 THREADS = 32
-"""Calls under way at a time: a prompt may link hundreds of chunks, and most of a call is latency."""
+"""Loads under way at a time, and as many look-ups: a prompt may link hundreds of chunks, and most of a call is
+latency."""
 AHEAD, AHEAD_BYTES = 4, 128 << 20
 """Ranges of a chunk that are asked for before they are needed, and the bytes of all of them together."""
 PAUSE, LONGEST_PAUSE = 2.0, 60.0
@@ -211,6 +212,7 @@ class Objects:
         self.reads, self.writes = Breaker("read", clock), Breaker("written", clock)
         self.rate = TransferRate(clock)
         self._pool = ThreadPoolExecutor(THREADS, "mpic-remote-read")
+        self._look_ups = ThreadPoolExecutor(THREADS, "mpic-remote-look")  # they do not wait behind loads
         self._ahead_bytes = 0
         self._lock = threading.Lock()
 
@@ -226,11 +228,10 @@ class Objects:
         if self.reads.open:
             return {}
         limit = LOOK_UP * self.seconds
-        futures = {name: self._pool.submit(self.head, name) for name in names}
-        _, late = wait(futures.values(), limit)
-        for future in late:
-            future.cancel()
-        if late:
+        futures = {name: self._look_ups.submit(self.head, name) for name in names}
+        answered, late = wait(futures.values(), limit)
+        under_way = [future for future in late if not future.cancel()]
+        if under_way and not answered:  # else it is busy, and not dead
             self.reads.failed(TimeoutError(f"no answer within {limit:g} s"))
         found = {}
         for name, future in futures.items():
@@ -371,7 +372,8 @@ class Objects:
             self.reads.failed(TimeoutError("it answers too slowly"))
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._look_ups):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     # Inside
 

@@ -311,7 +311,8 @@ class RemoteTier:
                 if reads.open and not reads.pause():
                     self._working = True
                     return self.objects.probe
-                if pause := max(b.pause() if b.open else 0.0 for b in (reads, writes)):
+                breaker = reads if reads.open else writes  # a probe does not wait until something may be written
+                if breaker.open and (pause := breaker.pause()):
                     self._changed.wait(pause)
                     continue
                 for queue, do in (
