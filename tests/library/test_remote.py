@@ -683,3 +683,33 @@ def test_the_embeddings_of_an_image_that_is_slower_to_load_are_fetched_and_not_c
         settled(library)
     assert [use.reason for one in answers for use in one.usage.chunks] == ["new", "slower"]
     assert answers[0].token_ids == answers[1].token_ids and encoded.call_count == 1
+
+
+def test_an_answer_over_chunks_of_the_disk_does_not_wait_for_loads_of_a_slow_store(opened, client):
+    a, b, hung = opened("a"), opened("b"), Hung()
+    far = prompt_of(ids(1, 5), *(text_chunk(ids(seed, 400)) for seed in (3, 4)), ids(2, 5))
+    near = prompt_of(ids(7, 5), text_chunk(ids(5, 40)), ids(2, 5))
+    for library, prompt in ((a, far), (b, near)):
+        wanted = answer(library, prompt, pages=150)
+        settled(library)
+
+    def fault(method, name):
+        if client.count("get") > heads + 2:
+            hung(method, name)
+
+    heads, client.fault = client.count("get"), fault
+    with closing(NativeEngine(family("llama").loaded, b.store, pages=150, loaders=2)) as engine:
+        waiting = engine.submit(request_of(far, "mpic-4"))
+        try:
+            assert hung.reached.wait(PATIENCE)
+            with ThreadPoolExecutor(1) as other:
+                found = other.submit(engine.submit(request_of(near, "mpic-4")).result)
+                try:
+                    answered = found.result(PATIENCE / 2)
+                finally:
+                    hung.go.set()
+        finally:
+            hung.go.set()
+        waiting.result()
+    assert answered.token_ids == wanted.token_ids
+    assert [use.tier for use in answered.usage.chunks] == ["disk"]
