@@ -496,6 +496,21 @@ def test_a_load_that_outlasts_the_limit_ends_and_the_store_is_still_used(opened,
     assert tier_of(b).stats()["up"] == 1 and tier_of(b).objects._ahead_bytes == 0
 
 
+def test_inputs_that_are_not_answered_cost_the_chunks_of_a_prompt_one_limit(opened, client):
+    a, b, some = opened("a"), opened("b"), [large_chunk("one"), large_chunk("two")]
+    for chunk in some:
+        a.store.save(chunk)
+    settled(a)
+    found = b.store.find([chunk.key for chunk in some])
+    client.fault, tier = Hung(), tier_of(b)
+    tier.objects.seconds, asked = 0.05, client.count("get")
+    for stored in found.values():
+        with pytest.raises(StoreUnavailable):
+            _ = stored.inputs
+    client.fault.go.set()
+    assert client.count("get") == asked + 1 and tier.stats()["up"] == 0
+
+
 def test_no_byte_is_wrong_under_many_threads_over_a_store_that_fails_and_lies(opened, client):
     some = [
         make_chunk(text_key(f"text {i}", owner="ab"[i % 2]), n=300, layers=4, heads=8, seed=i)

@@ -267,29 +267,28 @@ class Objects:
             found = self._client.head(name)
             return Head(memoryview(b""), found["size"], found["e_tag"])
 
-    def read(self, name: str, start: int, size: int, etag: str | None, deadline: float) -> memoryview:
-        """Returns a range of one version of an object. Raises as ``await_range``."""
-        return self.await_range(self.ask(name, start, size, etag), deadline)
-
     def ask(self, name: str, start: int, size: int, etag: str | None) -> Future[memoryview]:
         """Begins to read a range; see ``await_range``."""
         return self._pool.submit(self._range, name, start, size, etag)
 
-    def await_range(self, future: Future[memoryview], deadline: float) -> memoryview:
+    def await_range(self, future: Future[memoryview], deadline: float | None = None) -> memoryview:
         """Waits for a range.
+
+        Args:
+            deadline: of the load that it belongs to; None: the range may take the limit by itself.
 
         Raises:
             FileNotFoundError: the object is gone, or is another version now.
             StoreUnavailable: the store has failed, or the deadline has passed.
         """
         slow = StoreUnavailable(f"the load took longer than {self.seconds:g} s")
-        left = deadline - self.clock()
+        left = self.seconds if deadline is None else deadline - self.clock()
         if left <= 0:
             raise slow
         try:
-            return future.result(min(left, self.seconds))
+            return future.result(left)
         except TimeoutError as error:
-            if left < self.seconds:  # a slow store, and not a dead one
+            if deadline is not None or future.cancel():  # a slow store or a busy one, and not a dead one
                 raise slow from None
             raise self._failed(self.reads, error) from None
 
@@ -413,8 +412,7 @@ class ObjectReader(FileSystem):
 
     def measure(self, size: int) -> None:
         """Reads the first bytes for their time alone."""
-        deadline = self._objects.clock() + self._objects.seconds
-        self._objects.read(self._name, 0, size, self._head.etag, deadline)
+        self._objects.await_range(self._objects.ask(self._name, 0, size, self._head.etag))
 
     @property
     def etag(self) -> str | None:
@@ -460,8 +458,7 @@ class ObjectReader(FileSystem):
             self.end()
             future = objects.ask(self._name, offset, size, self._head.etag)
         self._read_ahead(offset + size, size)
-        deadline = self._deadline if self._deadline is not None else objects.clock() + objects.seconds
-        return objects.await_range(future, deadline)
+        return objects.await_range(future, self._deadline)
 
     def _read_ahead(self, at: int, size: int) -> None:
         if self._ahead:

@@ -311,7 +311,8 @@ class RemoteTier:
                 if reads.open and not reads.pause():
                     self._working = True
                     return self.objects.probe
-                breaker = reads if reads.open else writes  # a probe does not wait until something may be written
+                # a probe does not wait until something may be written again
+                breaker = reads if reads.open else writes
                 if breaker.open and (pause := breaker.pause()):
                     self._changed.wait(pause)
                     continue
