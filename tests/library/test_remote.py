@@ -254,6 +254,26 @@ def test_a_probe_does_not_wait_until_something_may_be_written_again(opened, clie
         assert tier._changed.wait_for(lambda: not reads.open, PATIENCE)
 
 
+def test_a_probe_does_not_wait_for_an_upload(opened, client, monkeypatch):
+    monkeypatch.setattr(objects_module, "PAUSE", 0.0)
+    b, chunk, hung, dead = opened("b"), make_chunk(), Hung("put"), Dead(False)
+
+    def fault(method, name):
+        (hung if method == "put" else dead)(method, name)
+
+    client.fault, tier = fault, tier_of(b)
+    b.store.save(chunk)
+    assert hung.reached.wait(PATIENCE)
+    dead.down = True
+    b.store.find([text_key("other")])
+    assert tier.objects.reads.open
+    dead.down = False
+    with tier._changed:
+        read_again = tier._changed.wait_for(lambda: not tier.objects.reads.open, PATIENCE / 2)
+    hung.go.set()
+    assert read_again and settled(b)["saved"] == 1
+
+
 def test_the_pause_between_two_probes_doubles_up_to_a_minute(client):
     clock = ManualClock()
     breaker = Objects(1.0, client, clock=clock).reads

@@ -95,8 +95,8 @@ class Breaker:
         self._pause, self._due = PAUSE, 0.0
         self.error: str | None = None
         """What went wrong, while the store is left alone; None while it is used."""
-        self.opened: Callable[[], None] = lambda: None
-        """Called when it has opened: whoever is to try again may be asleep."""
+        self.changed: Callable[[], None] = lambda: None
+        """Called when it has opened or closed: whoever is to go on may be asleep."""
 
     @property
     def open(self) -> bool:
@@ -111,14 +111,15 @@ class Breaker:
             self.error = _line(error)
             self._due = self._clock() + self._pause
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
-        self.opened()
+        self.changed()
 
     def close(self) -> None:
         """Lets the store be used again; the next pause is longer still if it fails at once."""
         with self._lock:
-            if self.error is not None:
-                log.warning("the remote store is %s again", self._what)
-            self.error = None
+            was_open, self.error = self.open, None
+        if was_open:
+            log.warning("the remote store is %s again", self._what)
+            self.changed()
 
     def succeeded(self) -> None:
         self.close()
