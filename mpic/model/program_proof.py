@@ -60,11 +60,6 @@ Run = Callable[[RowInputs, torch.Tensor, Step, torch.Tensor], "torch.Tensor | No
 """A way of running a step; see ``LoadedModel.forward``."""
 
 
-def use_program(loaded: LoadedModel) -> None:
-    """Has the model's steps run as a program if that is proved now, and notes the reason if not."""
-    prove_program(loaded, find_program(loaded), Proofs())
-
-
 def find_program(loaded: LoadedModel) -> Program | None:
     """Returns the program of a model, which is not proved yet; None where it has none, and notes the reason."""
     loaded.program, details = None, loaded.info.details

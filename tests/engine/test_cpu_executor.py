@@ -105,6 +105,15 @@ def test_the_executor_says_what_it_does_and_why(make_engine, caplog):
     assert "cpu-stream" in loaded.info.details["executor"] and "cpu-stream" in loaded.info.details[NOTE]
 
 
+def test_an_attention_that_was_asked_for_is_not_replaced_by_the_program(make_engine):
+    pytest.importorskip("triton")
+    loaded = loaded_model()
+    assert loaded.program is not None
+    loaded.choose_attention("triton")
+    engine = make_engine("llama", loaded, adapter=None)
+    assert type(engine.executor) is TorchExecutor and "triton" in loaded.info.details["executor"]
+
+
 def test_steps_begin_with_tokens_again_when_other_requests_have_come_and_gone(make_engine):
     """Tables of other rows, in other numbers, and the first ones again."""
     loaded = loaded_model()

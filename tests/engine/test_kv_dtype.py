@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine_kit import family, ids, image_chunk, logits_of, prompt_of, submit, text_chunk, until
 from families import make_family, make_model, random_image
+from fused_kit import use_program
 from small_models import SMALL
 
 from mpic.config import ConfigError, EngineConfig, load_config
@@ -24,7 +25,6 @@ from mpic.library import Library, Limits
 from mpic.model.hooks import Step
 from mpic.model.loaded import LoadedModel
 from mpic.model.program import NOTE
-from mpic.model.program_proof import use_program
 from mpic.model.selftest import self_test
 
 pytestmark = pytest.mark.skipif(

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sampling_reference import SequentialSampler
 
 from mpic.engine.base import Sampling
 from mpic.engine.native import sampling
 from mpic.engine.native.sampling import Sampler, choose
-from mpic.engine.native.sampling_reference import SequentialSampler
 from mpic.errors import IntegrityError
 
 OPTIONS = [

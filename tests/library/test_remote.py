@@ -1,6 +1,7 @@
 """The remote tier over a folder: what one server has compiled another loads, and what a store that fails costs."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from random import Random
 from types import SimpleNamespace
@@ -238,6 +239,41 @@ def test_a_store_that_can_be_read_and_not_written_is_still_read(opened, client):
     assert (tier.stats()["up"], tier.stats()["writable"], tier.stats()["uploads_waiting"]) == (1, 0, 1)
 
 
+def test_a_probe_does_not_wait_until_something_may_be_written_again(opened, client, monkeypatch):
+    monkeypatch.setattr(objects_module, "PAUSE", 0.01)
+    monkeypatch.setattr(objects_module, "LONGEST_PAUSE", 3600.0)
+    b, dead = opened("b"), Dead()
+    reads, writes, tier = tier_of(b).objects.reads, tier_of(b).objects.writes, tier_of(b)
+    settled(b)  # its thread is asleep
+    writes._pause = 3600.0
+    writes.failed(PermissionError("access denied"))
+    client.fault = dead
+    b.store.find([text_key()])
+    dead.down = False
+    with tier._changed:
+        assert tier._changed.wait_for(lambda: not reads.open, PATIENCE)
+
+
+def test_a_probe_does_not_wait_for_an_upload(opened, client, monkeypatch):
+    monkeypatch.setattr(objects_module, "PAUSE", 0.0)
+    b, chunk, hung, dead = opened("b"), make_chunk(), Hung("put"), Dead(False)
+
+    def fault(method, name):
+        (hung if method == "put" else dead)(method, name)
+
+    client.fault, tier = fault, tier_of(b)
+    b.store.save(chunk)
+    assert hung.reached.wait(PATIENCE)
+    dead.down = True
+    b.store.find([text_key("other")])
+    assert tier.objects.reads.open
+    dead.down = False
+    with tier._changed:
+        read_again = tier._changed.wait_for(lambda: not tier.objects.reads.open, PATIENCE / 2)
+    hung.go.set()
+    assert read_again and settled(b)["saved"] == 1
+
+
 def test_the_pause_between_two_probes_doubles_up_to_a_minute(client):
     clock = ManualClock()
     breaker = Objects(1.0, client, clock=clock).reads
@@ -258,13 +294,45 @@ def test_the_pause_between_two_probes_doubles_up_to_a_minute(client):
 
 def test_a_store_that_does_not_answer_costs_all_chunks_of_a_prompt_one_limit(opened, client):
     """Both are asked for at once; the next request asks for nothing."""
-    b, hung = opened("b", seconds=0.05), Hung()
+    b, hung = opened("b", seconds=1.0), Hung()
     client.fault = hung
     keys = [chunk.key for chunk in chunks(40)]
     assert b.store.find(keys) == {} and b.store.find(keys) == {}
     asked = client.count("get")
     hung.go.set()
     assert asked <= 40 and tier_of(b).stats()["up"] == 0
+
+
+def test_loads_under_way_do_not_keep_a_look_up_waiting(opened, client):
+    a, b, chunk, hung = opened("a"), opened("b"), make_chunk(), Hung(pattern="large")
+    a.store.save(chunk)
+    settled(a)
+    client.fault, objects = hung, tier_of(b).objects
+    for _ in range(2 * objects_module.THREADS):
+        objects.ask("large", 0, 10, None)
+    found = list(b.store.find([chunk.key]))
+    hung.go.set()
+    assert found == [chunk.key] and tier_of(b).stats()["up"] == 1
+
+
+def test_a_store_that_has_answered_some_look_ups_of_a_long_prompt_is_still_used(opened, client, monkeypatch):
+    some = chunks(objects_module.THREADS + 10)
+    a, b, hung = opened("a"), opened("b"), Hung(pattern=object_of(some[0].key))
+    for chunk in some:
+        a.store.save(chunk)
+    settled(a)
+
+    def all_but_one(futures, limit):
+        _, *others = futures
+        for future in others:
+            future.result()
+        return wait(futures, 0)
+
+    monkeypatch.setattr(objects_module, "wait", all_but_one)
+    client.fault = hung
+    found = b.store.find([chunk.key for chunk in some])
+    hung.go.set()
+    assert list(found) == [chunk.key for chunk in some[1:]] and tier_of(b).stats()["up"] == 1
 
 
 def test_an_answer_that_comes_too_late_does_not_have_the_next_request_wait_again(opened, client):
@@ -368,6 +436,21 @@ def test_a_deletion_under_a_dead_store_is_made_by_the_next_process(tmp_path, cli
     assert names_in(tmp_path / "store") == {f"deleted/{content_of('ann', file.key)}"}
 
 
+def test_a_deletion_that_the_store_has_missed_for_longer_than_others_are_remembered_is_made(tmp_path, client):
+    now, dead = [1e9], Dead(False)
+    options = {"clock": lambda: now[0], "limits": Limits(tombstone_seconds=60)}
+    with server(tmp_path / "a", client, **options) as library:
+        file, _ = uploaded(library)
+        client.fault = dead
+        dead.down = True
+        library.files.delete("ann", file.id)
+        now[0] += 61
+        library.forget_gone()
+    dead.down = False
+    with server(tmp_path / "a", client, **options) as library:
+        assert settled(library)["deleted"] == 2
+
+
 def test_a_content_that_is_deleted_while_it_is_uploaded_does_not_stay_in_the_store(opened, client, tmp_path):
     a, hung = opened(), Hung("put", "^chunks")
     file = a.files.add("ann", b"some text", "t")
@@ -431,6 +514,21 @@ def test_a_load_that_outlasts_the_limit_ends_and_the_store_is_still_used(opened,
     with pytest.raises(StoreUnavailable, match="longer than 30 s"):
         next(layers)
     assert tier_of(b).stats()["up"] == 1 and tier_of(b).objects._ahead_bytes == 0
+
+
+def test_inputs_that_are_not_answered_cost_the_chunks_of_a_prompt_one_limit(opened, client):
+    a, b, some = opened("a"), opened("b"), [large_chunk("one"), large_chunk("two")]
+    for chunk in some:
+        a.store.save(chunk)
+    settled(a)
+    found = b.store.find([chunk.key for chunk in some])
+    client.fault, tier = Hung(), tier_of(b)
+    tier.objects.seconds, asked = 0.05, client.count("get")
+    for stored in found.values():
+        with pytest.raises(StoreUnavailable):
+            _ = stored.inputs
+    client.fault.go.set()
+    assert client.count("get") == asked + 1 and tier.stats()["up"] == 0
 
 
 def test_no_byte_is_wrong_under_many_threads_over_a_store_that_fails_and_lies(opened, client):
@@ -563,8 +661,8 @@ def test_a_bandwidth_that_speaks_against_loading_is_measured_again_a_minute_late
 # With an engine
 
 
-def answer(library, prompt, rate=None, name="llama"):
-    with closing(NativeEngine(family(name).loaded, library.store, pages=40)) as engine:
+def answer(library, prompt, rate=None, name="llama", pages=40):
+    with closing(NativeEngine(family(name).loaded, library.store, pages=pages)) as engine:
         if rate is not None:
             engine.scheduler.pace.seconds_per_row = rate
         return engine.submit(request_of(prompt, "mpic-4")).result()
@@ -620,3 +718,33 @@ def test_the_embeddings_of_an_image_that_is_slower_to_load_are_fetched_and_not_c
         settled(library)
     assert [use.reason for one in answers for use in one.usage.chunks] == ["new", "slower"]
     assert answers[0].token_ids == answers[1].token_ids and encoded.call_count == 1
+
+
+def test_an_answer_over_chunks_of_the_disk_does_not_wait_for_loads_of_a_slow_store(opened, client):
+    a, b, hung = opened("a"), opened("b"), Hung()
+    far = prompt_of(ids(1, 5), *(text_chunk(ids(seed, 400)) for seed in (3, 4)), ids(2, 5))
+    near = prompt_of(ids(7, 5), text_chunk(ids(5, 40)), ids(2, 5))
+    for library, prompt in ((a, far), (b, near)):
+        wanted = answer(library, prompt, pages=150)
+        settled(library)
+
+    def fault(method, name):
+        if client.count("get") > heads + 2:
+            hung(method, name)
+
+    heads, client.fault = client.count("get"), fault
+    with closing(NativeEngine(family("llama").loaded, b.store, pages=150, loaders=2)) as engine:
+        waiting = engine.submit(request_of(far, "mpic-4"))
+        try:
+            assert hung.reached.wait(PATIENCE)
+            with ThreadPoolExecutor(1) as other:
+                found = other.submit(engine.submit(request_of(near, "mpic-4")).result)
+                try:
+                    answered = found.result(PATIENCE / 2)
+                finally:
+                    hung.go.set()
+        finally:
+            hung.go.set()
+        waiting.result()
+    assert answered.token_ids == wanted.token_ids
+    assert [use.tier for use in answered.usage.chunks] == ["disk"]

@@ -36,7 +36,7 @@ def executor_for(
     if model.device.type == "cuda" or cuda_graphs == "on":
         executor = CudaExecutor(model, pool, budget, max_running, cuda_graphs)
         why = f"cuda_graphs = {cuda_graphs}"
-    elif model.program is not None and model.streams:
+    elif model.program is not None and model.streams and model.triton is None:
         executor = CpuExecutor(model, pool, model.program)
         why = "it is proved to compute what the modules do"
     else:

@@ -3,8 +3,8 @@ back.
 
 A request draws one number in [0, 1) for each token, from a generator of its own on the host. Its token is where the
 distribution function over the vocabulary (after temperature, top-k and top-p) passes that number. So, given the logits,
-results depend on the seed alone, not on the batch or the device. ``sampling_reference.py`` is the same for one request,
-slow and obvious.
+results depend on the seed alone, not on the batch or the device. ``tests/sampling_reference.py`` is the same for one
+request, slow and obvious.
 
 Nothing sorts the vocabulary in the usual case: whatever top-k and top-p keep is nearly always among the ``CANDIDATES``
 most likely tokens. The returned token also tells whether that was the case, so the host need not wait for the device to

@@ -59,7 +59,7 @@ class Transfers:
         store: the tier below, or None.
         post: hands a message to the engine's thread.
         emit: called on the engine's thread when a load has ended, while it still holds the resident.
-        loaders: reading threads.
+        loaders: threads that read files, and as many for a remote store.
         presser: compresses a chunk whose uncompressed form has been read.
         staging: size of the ring that chunks are read through to a CUDA device; None chooses.
 
@@ -92,6 +92,7 @@ class Transfers:
         self._ring: StagingRing | None = None
         self.copy_beside(copies_for(device.pool.arena.device), staging)  # may raise, so before threads
         self._loaders = LoadQueue(loaders)
+        self._distant: LoadQueue | None = None  # made when it is first needed
         self._signal = LoadSignal()
         self._writer = ThreadPoolExecutor(1, "mpic-write")
         self._unwritten = 0  # bytes at the writer
@@ -196,14 +197,15 @@ class Transfers:
 
         load = ChunkLoad(order, read(), arrived, ended)
         try:
+            queue = self._queue_of(linked)
             if self._copies is not None:
                 self._copies.order()
-                progress, beside = self._read_beside(linked, target, load)
+                progress, beside = self._read_beside(linked, target, load, queue)
                 load.layers = beside.read()
             elif target.device.type == "cpu":
                 progress = LoadProgress(self._signal, target.shape[0])
             resident.become(ChunkState.LOADING, None if linked.uncompressed else progress)
-            self._loaders.add(load)
+            queue.add(load)
         except BaseException:
             self._let_go(resident)
             if resident.state is ChunkState.LOADING:
@@ -212,11 +214,20 @@ class Transfers:
             self._tombstones.end(began)
             raise
 
+    def _queue_of(self, linked: LinkedChunk) -> LoadQueue:
+        """Returns the threads that read a chunk. Those of a tier beyond the disk are others, because its store may keep
+        them waiting."""
+        if linked.stored.tier in ("host", "disk"):
+            return self._loaders
+        if self._distant is None:
+            self._distant = LoadQueue(self._loaders.threads)
+        return self._distant
+
     def _read_beside(
-        self, linked: LinkedChunk, target: torch.Tensor, load: ChunkLoad
+        self, linked: LinkedChunk, target: torch.Tensor, load: ChunkLoad, queue: LoadQueue
     ) -> tuple[CopiedProgress, DeviceLoad]:
         progress = CopiedProgress(self._signal, target.shape[0], self._copies)
-        threads, fork = self._loaders.threads, partial(self._loaders.fork, load)
+        threads, fork = queue.threads, partial(queue.fork, load)
         return progress, DeviceLoad(linked.stored, target, progress, self._copies, self._ring, threads, fork)
 
     def _loaded(
@@ -375,7 +386,9 @@ class Transfers:
                 self._ring.close()  # who waits for a slot ends now
             except RuntimeError:  # the device is lost; what is compiled can still be written
                 log.exception("copies to the device did not end")
-        self._loaders.close()
+        for queue in (self._loaders, self._distant):
+            if queue is not None:
+                queue.close()
         while self._unsaved:  # one copy at a time
             self._hand_over(self._unsaved.popleft()).result()
         self._writer.shutdown(wait=True)

@@ -30,6 +30,9 @@ from mpic.library.records import File, Reference
 IDLE_READERS = 8
 """Connections kept for the next reader; after a burst of readers the others are closed."""
 
+OWED = "remote/"
+"""The beginning of the tombstones that stand for contents of a remote store and not for files."""
+
 TIMES = (
     ("users", "created_at"),
     ("files", "created_at"),
@@ -181,8 +184,8 @@ class Catalog:
 
     def drop_tombstones(self, before: float) -> None:
         """Drops the tombstones of files that were deleted before this time, unless a file could not be removed, or
-        cannot be looked at."""
-        rows = self.read("SELECT path FROM deleted WHERE at < ?", before)
+        cannot be looked at, or a remote store has yet to be told."""
+        rows = self.read("SELECT path FROM deleted WHERE at < ? AND path NOT LIKE ?", before, f"{OWED}%")
         gone = [(row["path"],) for row in rows if self._is_gone(row["path"])]
         if gone:
             with self.write() as db:

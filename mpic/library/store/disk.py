@@ -26,7 +26,7 @@ from mpic.errors import CorruptFile, IntegrityError, MPICError, NotFound, OutOfM
 from mpic.file_status import status_of
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey
 from mpic.kv.file import ChunkFile, encode
-from mpic.library.catalog.database import Catalog
+from mpic.library.catalog.database import OWED, Catalog
 from mpic.library.folder.layout import chunk_path
 from mpic.library.folder.quarantine import Orphans, Quarantine
 from mpic.library.limits import Limits
@@ -40,9 +40,6 @@ log = logging.getLogger(__name__)
 
 REASONS = {"evicted": "evicted", "expired": "expired", "corrupt": "corrupt", "missing": "corrupt"}
 """The result of ``missing_reason`` for a row's state."""
-
-OWED = "remote/"
-"""The beginning of the tombstones in the catalogue that stand for contents of a remote store and not for files."""
 
 COUNTERS = (
     *("requested", "hits", "missing", "corrupt", "unreadable", "saved"),
@@ -286,13 +283,9 @@ class DiskStore:
         self._catalog.add_tombstones(db, [OWED + content for content in contents], self._clock())
 
     def owed(self) -> list[str]:
-        """Returns the deletions that ``owe`` has noted and nobody has settled, which are remembered anew."""
+        """Returns the deletions that ``owe`` has noted and nobody has settled."""
         rows = self._catalog.read("SELECT path FROM deleted WHERE path LIKE ?", f"{OWED}%")
-        found = [row["path"].removeprefix(OWED) for row in rows]
-        if found:
-            with self._catalog.write() as db:
-                self.owe(db, found)
-        return found
+        return [row["path"].removeprefix(OWED) for row in rows]
 
     def settle(self, contents: Iterable[str]) -> None:
         """Forgets deletions of which the store has been told."""

@@ -23,7 +23,8 @@ from mpic.durable import FileSystem
 from mpic.kv.file import HEAD_BYTES
 
 THREADS = 32
-"""Calls under way at a time: a prompt may link hundreds of chunks, and most of a call is latency."""
+"""Loads under way at a time, and as many look-ups: a prompt may link hundreds of chunks, and most of a call is
+latency."""
 AHEAD, AHEAD_BYTES = 4, 128 << 20
 """Ranges of a chunk that are asked for before they are needed, and the bytes of all of them together."""
 PAUSE, LONGEST_PAUSE = 2.0, 60.0
@@ -94,8 +95,8 @@ class Breaker:
         self._pause, self._due = PAUSE, 0.0
         self.error: str | None = None
         """What went wrong, while the store is left alone; None while it is used."""
-        self.opened: Callable[[], None] = lambda: None
-        """Called when it has opened: whoever is to try again may be asleep."""
+        self.changed: Callable[[], None] = lambda: None
+        """Called when it has opened or closed: whoever is to go on may be asleep."""
 
     @property
     def open(self) -> bool:
@@ -110,14 +111,15 @@ class Breaker:
             self.error = _line(error)
             self._due = self._clock() + self._pause
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
-        self.opened()
+        self.changed()
 
     def close(self) -> None:
         """Lets the store be used again; the next pause is longer still if it fails at once."""
         with self._lock:
-            if self.error is not None:
-                log.warning("the remote store is %s again", self._what)
-            self.error = None
+            was_open, self.error = self.open, None
+        if was_open:
+            log.warning("the remote store is %s again", self._what)
+            self.changed()
 
     def succeeded(self) -> None:
         self.close()
@@ -211,6 +213,7 @@ class Objects:
         self.reads, self.writes = Breaker("read", clock), Breaker("written", clock)
         self.rate = TransferRate(clock)
         self._pool = ThreadPoolExecutor(THREADS, "mpic-remote-read")
+        self._look_ups = ThreadPoolExecutor(THREADS, "mpic-remote-look")  # they do not wait behind loads
         self._ahead_bytes = 0
         self._lock = threading.Lock()
 
@@ -226,11 +229,10 @@ class Objects:
         if self.reads.open:
             return {}
         limit = LOOK_UP * self.seconds
-        futures = {name: self._pool.submit(self.head, name) for name in names}
-        _, late = wait(futures.values(), limit)
-        for future in late:
-            future.cancel()
-        if late:
+        futures = {name: self._look_ups.submit(self.head, name) for name in names}
+        answered, late = wait(futures.values(), limit)
+        under_way = [future for future in late if not future.cancel()]
+        if under_way and not answered:  # else it is busy, and not dead
             self.reads.failed(TimeoutError(f"no answer within {limit:g} s"))
         found = {}
         for name, future in futures.items():
@@ -266,29 +268,28 @@ class Objects:
             found = self._client.head(name)
             return Head(memoryview(b""), found["size"], found["e_tag"])
 
-    def read(self, name: str, start: int, size: int, etag: str | None, deadline: float) -> memoryview:
-        """Returns a range of one version of an object. Raises as ``await_range``."""
-        return self.await_range(self.ask(name, start, size, etag), deadline)
-
     def ask(self, name: str, start: int, size: int, etag: str | None) -> Future[memoryview]:
         """Begins to read a range; see ``await_range``."""
         return self._pool.submit(self._range, name, start, size, etag)
 
-    def await_range(self, future: Future[memoryview], deadline: float) -> memoryview:
+    def await_range(self, future: Future[memoryview], deadline: float | None = None) -> memoryview:
         """Waits for a range.
+
+        Args:
+            deadline: of the load that it belongs to; None: the range may take the limit by itself.
 
         Raises:
             FileNotFoundError: the object is gone, or is another version now.
             StoreUnavailable: the store has failed, or the deadline has passed.
         """
         slow = StoreUnavailable(f"the load took longer than {self.seconds:g} s")
-        left = deadline - self.clock()
+        left = self.seconds if deadline is None else deadline - self.clock()
         if left <= 0:
             raise slow
         try:
-            return future.result(min(left, self.seconds))
+            return future.result(left)
         except TimeoutError as error:
-            if left < self.seconds:  # a slow store, and not a dead one
+            if deadline is not None or future.cancel():  # a slow store or a busy one, and not a dead one
                 raise slow from None
             raise self._failed(self.reads, error) from None
 
@@ -371,7 +372,8 @@ class Objects:
             self.reads.failed(TimeoutError("it answers too slowly"))
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._look_ups):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     # Inside
 
@@ -411,8 +413,7 @@ class ObjectReader(FileSystem):
 
     def measure(self, size: int) -> None:
         """Reads the first bytes for their time alone."""
-        deadline = self._objects.clock() + self._objects.seconds
-        self._objects.read(self._name, 0, size, self._head.etag, deadline)
+        self._objects.await_range(self._objects.ask(self._name, 0, size, self._head.etag))
 
     @property
     def etag(self) -> str | None:
@@ -458,8 +459,7 @@ class ObjectReader(FileSystem):
             self.end()
             future = objects.ask(self._name, offset, size, self._head.etag)
         self._read_ahead(offset + size, size)
-        deadline = self._deadline if self._deadline is not None else objects.clock() + objects.seconds
-        return objects.await_range(future, deadline)
+        return objects.await_range(future, self._deadline)
 
     def _read_ahead(self, at: int, size: int) -> None:
         if self._ahead:

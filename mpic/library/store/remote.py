@@ -115,19 +115,20 @@ class RemoteTier:
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._changed = threading.Condition()
         self._working = self._stopping = False
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     def begin(self, disk: DiskStore, library: str) -> None:
-        """Starts the thread that writes, with the deletions that an earlier process has left.
+        """Starts the thread that writes, with the deletions that an earlier process has left, and the one that probes.
 
         Args:
             library: id of the library, by which it knows its own tombstones.
         """
         self._disk, self._library = disk, library
         self._deletions.update(dict.fromkeys(disk.owed()))
-        self.objects.reads.opened = self._wake
-        self._thread = threading.Thread(target=self._work, name="mpic-remote", daemon=True)
-        self._thread.start()
+        self.objects.reads.changed = self._wake
+        for name, run in (("mpic-remote", self._work), ("mpic-remote-probe", self._probe)):
+            self._threads.append(threading.Thread(target=run, name=name, daemon=True))
+            self._threads[-1].start()
 
     # Reading
 
@@ -233,13 +234,13 @@ class RemoteTier:
         return content_of(owner, chunk)
 
     def close(self) -> None:
-        """Ends the thread after what it does now. What it has not uploaded is uploaded when it is next used; deletions
+        """Ends the threads after what they do now. What it has not uploaded is uploaded when it is next used; deletions
         are in the catalogue."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(self.objects.seconds)
+        for thread in self._threads:
+            thread.join(self.objects.seconds)
         self.objects.close()
 
     def stats(self) -> dict[str, int]:
@@ -280,18 +281,31 @@ class RemoteTier:
             while len(self._known) > KNOWN:
                 self._known.popitem(last=False)
 
-    # The thread that writes
+    # The threads
 
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
+    def _probe(self) -> None:
+        """Tries a store that is not read until it is read again."""
+        reads = self.objects.reads
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopping or reads.open)
+                if self._stopping:
+                    return
+                if pause := reads.pause():
+                    self._changed.wait(pause)
+                    continue
+            with suppress(StoreUnavailable):  # logged by the breaker
+                self.objects.probe()
+
     def _work(self) -> None:
         while (work := self._next()) is not None:
             try:
                 work()
-                if work != self.objects.probe:
-                    self.objects.writes.succeeded()
+                self.objects.writes.succeeded()
             except StoreUnavailable:
                 pass  # logged by the breaker; what was not done is still queued
             except Exception:  # such as a busy catalogue; it is tried again
@@ -304,14 +318,14 @@ class RemoteTier:
                     self._changed.notify_all()
 
     def _next(self) -> Callable[[], None] | None:
-        """Waits for something to do, deletions first; None: stop. While the store is not read it is probed."""
+        """Waits for something to do, deletions first; None: stop. Nothing is done while the store is not read."""
         reads, writes = self.objects.reads, self.objects.writes
         with self._changed:
             while not self._stopping:
-                if reads.open and not reads.pause():
-                    self._working = True
-                    return self.objects.probe
-                if pause := max(b.pause() if b.open else 0.0 for b in (reads, writes)):
+                if reads.open:
+                    self._changed.wait()
+                    continue
+                if writes.open and (pause := writes.pause()):
                     self._changed.wait(pause)
                     continue
                 for queue, do in (
