@@ -16,7 +16,7 @@ from mpic.client import AsyncMPIC
 from mpic.errors import BadRequest, HandleTaken
 from mpic.webui.asking import add_file, answer, by_handle, mention, own_files
 from mpic.webui.chats import OpenChat, StoredAnswer, StoredChat, StoredTurn, Wishes, now, open_chat
-from mpic.webui.events import client_of, given, told
+from mpic.webui.events import client_of, given, told, visitor_of
 from mpic.webui.parts import below, compared
 from mpic.webui.samples import sample_files, samples
 from mpic.webui.uploads import Sent, Uploads
@@ -209,7 +209,7 @@ class ChatEvents:
         turn.touch()
         box = gr.skip() if value is None else question(value)
         yield messages(page), page.model_dump(), box, stop_button(True)
-        async with aclosing(answer(client, page.chat, turn, run)) as steps:  # type: ignore[type-var]
+        async with aclosing(answer(client, page.chat, turn, run)) as steps:
             async for _ in steps:
                 yield messages(page), page.model_dump(), gr.skip(), gr.skip()
         yield gr.skip(), gr.skip(), gr.skip(), stop_button(False)
@@ -251,7 +251,7 @@ def sent_files(value: Any, uploads: Uploads, request: gr.Request) -> list[Sent]:
     files = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(file, dict) for file in files):
         raise BadRequest("files are objects with a path", param="files")
-    user = request.request.state.visitor.user  # type: ignore[union-attr]
+    user = visitor_of(request).user
     return [uploads.find(user, file.get("path")) for file in files]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Annotated
@@ -49,6 +50,7 @@ def standalone(url: str) -> FastAPI:
     from mpic.http import errors
     from mpic.limits import StorageLimits
     from mpic.server.guard import BodyLimit, CookieFilter, HostGuard
+    from mpic.server.uploads import UploadsUnderWay
     from mpic.webui.gate import ROOT, PageGate
     from mpic.webui.page import Page
     from mpic.webui.visitors import COOKIE, COOKIE_VALUE, LoginsAlone
@@ -66,7 +68,8 @@ def standalone(url: str) -> FastAPI:
     alone.add_api_route("/", lambda: RedirectResponse(f"{ROOT}/"))
     alone.mount(ROOT, page)
     limit = StorageLimits().upload_bytes
-    alone.add_middleware(BodyLimit, uploads=limit, other=limit)
+    under_way = UploadsUnderWay(8 * limit, tempfile.gettempdir())  # as mpic.server.app
+    alone.add_middleware(BodyLimit, under_way=under_way, uploads=limit, other=limit)
     alone.add_middleware(HostGuard)
     alone.add_middleware(PageGate, logins=logins)
     alone.add_middleware(CookieFilter, name=COOKIE, value=COOKIE_VALUE)
