@@ -190,7 +190,7 @@ def build(uploads: Uploads) -> gr.Blocks:
         page.load(library.refresh, None, [listed, timer], **QUIET)
 
         asked = gr.on(
-            [box.submit, store.submit, bot.retry, bot.edit], chat.act, [box, store, *pickers], turned, **RAW
+            [box.submit, store.submit, bot.retry, bot.edit], chat.ask, [box, store, *pickers], turned, **RAW
         )
         asked.then(library.refresh, None, [listed, timer], **QUIET)
         bot.undo(chat.undo, [store], turned, **QUIET)

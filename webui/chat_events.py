@@ -75,7 +75,7 @@ class ChatEvents:
         self._uploads = uploads
 
     @told
-    async def act(
+    async def ask(
         self, value: Any, page: Any, event: gr.EventData, request: gr.Request, *pickers: Any
     ) -> AsyncIterator[Shown]:
         """Ask, ask in other words, answer again, or do what a button in the chat says.

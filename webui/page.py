@@ -100,8 +100,9 @@ class Page:
         await self._routes(scope, receive, send)
 
     async def close(self) -> None:
-        """Ends the Gradio app and removes uploads."""
+        """Ends the Gradio app and the visitors' clients, and removes uploads."""
         await self._running.aclose()
+        await self.logins.close()
         self.uploads.close()
 
     # ---- our own routes

@@ -25,6 +25,8 @@ METRICS_KEY = "This key is for metrics only."
 LOCAL = "local"
 CLIENTS = 256
 """Clients that are kept, and logins of a page that stands alone."""
+ASK_SECONDS = 60.0
+"""Time until a page that stands alone asks again whether its server needs no key."""
 
 
 class Visitor(NamedTuple):
@@ -52,6 +54,9 @@ class Logins(Protocol):
 
     async def log_out(self, cookie: str) -> None:
         """Ends a login, if there is one."""
+
+    async def close(self) -> None:
+        """Ends with the page: closes the clients."""
 
 
 class ServedLogins:
@@ -90,6 +95,9 @@ class ServedLogins:
     async def log_out(self, cookie: str) -> None:
         self._keys.log_out(cookie)
 
+    async def close(self) -> None:
+        self._clients.clear()
+
     def _client(self, key: Key | None) -> AsyncMPIC:
         from mpic.client import AsyncInProcess, AsyncMPIC  # the first visitor needs it, not the start
 
@@ -110,7 +118,7 @@ class ServedLogins:
             )
             self._clients[name] = client
             if len(self._clients) > CLIENTS:
-                self._clients.popitem(last=False)
+                self._clients.popitem(last=False)  # a client of this process holds no connection
         return self._clients[name]
 
 
@@ -131,67 +139,97 @@ class LoginsAlone:
     def __init__(self, url: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._url = url
         self._clock = clock
-        self._open: Visitor | None = None  # the visitor without a key, once the server has answered one
-        self._logins: OrderedDict[str, _Login] = OrderedDict()
+        self._keyless: AsyncMPIC | None = None  # of all visitors without a key
+        self._open: Visitor | None = None  # the visitor without a key, if the server needs none
+        self._ask_at = 0.0
+        self._logins: OrderedDict[str, _Login] = OrderedDict()  # least recently used first
 
     async def visitor(self, cookie: str | None) -> Visitor | None:
-        login = self._logins.get(_digest(cookie)) if cookie else None
+        digest = _digest(cookie) if cookie else ""
+        login = self._logins.get(digest)
         if login is not None and login.until > self._clock():
+            self._logins.move_to_end(digest)
             return login.visitor
-        if self._open is None:
-            try:
-                self._open = await self._identify("")
-            except Unauthorized:
-                return None
+        if self._open is None or self._clock() >= self._ask_at:
+            await self._ask()
         return self._open
 
     async def log_in(self, key: str) -> str:
+        client = self._client(key)
         try:
-            visitor = await self._identify(key)
-        except Unauthorized:
-            raise Unauthorized(UNKNOWN_KEY) from None
+            role = await _role_of(client)
+        except BaseException as error:  # whoever tries keys must not leave connections behind
+            await client.close()
+            if isinstance(error, Unauthorized):
+                raise Unauthorized(UNKNOWN_KEY) from None
+            raise
+        # the server does not tell the name of a user; the first part of a key is public
+        visitor = Visitor(key.rpartition("_")[0] or LOCAL, role, bool(key), client)
         cookie = secrets.token_urlsafe(32)
         self._logins[_digest(cookie)] = _Login(self._clock() + LOGIN_SECONDS, visitor)
         if len(self._logins) > CLIENTS:
-            self._logins.popitem(last=False)
+            await self._end(next(iter(self._logins)))
         return cookie
 
     async def log_out(self, cookie: str) -> None:
-        self._logins.pop(_digest(cookie), None)
+        await self._end(_digest(cookie))
 
-    async def _identify(self, key: str) -> Visitor:
-        """Asks the server who has a key, "" for nobody.
+    async def close(self) -> None:
+        for digest in list(self._logins):
+            await self._end(digest)
+        if self._keyless is not None:
+            await self._keyless.close()
+
+    async def _end(self, digest: str) -> None:
+        login = self._logins.pop(digest, None)
+        if login is not None:
+            await login.visitor.client.close()
+
+    async def _ask(self) -> None:
+        """Asks the server whether it needs a key. One that was open and does not answer is taken to be open still.
 
         Raises:
-            Unauthorized: the key is not known.
-            Forbidden: it may read metrics only.
-            Unavailable: the server does not answer.
+            Unavailable: the server does not answer, and never has.
         """
-        from mpic.client import AsyncMPIC, ClientError
-
-        client = AsyncMPIC(self._url, key, local_files=False)
+        self._keyless = self._keyless or self._client("")
+        self._ask_at = self._clock() + ASK_SECONDS  # others need not ask meanwhile
         try:
-            role = await _role_of(client)
-        except Exception as error:  # whoever tries keys must not leave connections behind
-            await client.close()
-            if isinstance(error, ClientError):
-                raise Unavailable(error.message) from error
-            raise
-        # the server does not tell the name of a user; the first part of a key is public
-        return Visitor(key.rpartition("_")[0] if key else LOCAL, role, bool(key), client)
+            self._open = Visitor(LOCAL, await _role_of(self._keyless), False, self._keyless)
+        except Unauthorized:
+            self._open = None
+        except Unavailable:
+            if self._open is None:
+                raise
+
+    def _client(self, key: str) -> AsyncMPIC:
+        from mpic.client import AsyncMPIC
+
+        return AsyncMPIC(self._url, key, local_files=False)
 
 
 async def _role_of(client: AsyncMPIC) -> Role:
-    """Return the role of a client's key. Raises Forbidden if it has neither of the two that use the page."""
+    """Asks the server for the role of a client's key.
+
+    Raises:
+        Unauthorized: the key is not known.
+        Forbidden: it may read metrics only.
+        Unavailable: the server does not answer.
+    """
+    from mpic.client import ClientError
+
     try:
         await client.references.index()  # for administrators
         return "admin"
     except Forbidden:
         pass
+    except ClientError as error:
+        raise Unavailable(error.message) from error
     try:
         await client.models.list()  # for every user
     except Forbidden:
         raise Forbidden(METRICS_KEY) from None
+    except ClientError as error:
+        raise Unavailable(error.message) from error
     return "user"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Annotated
@@ -44,19 +43,22 @@ def ui(
 
 def standalone(url: str) -> FastAPI:
     """Returns the page of a server as an application of its own."""
+    import tempfile
+
     from fastapi import FastAPI
     from fastapi.responses import RedirectResponse
 
     from mpic.http import errors
     from mpic.limits import StorageLimits
     from mpic.server.guard import BodyLimit, CookieFilter, HostGuard
-    from mpic.server.uploads import UploadsUnderWay
+    from mpic.server.uploads import AT_ONCE, UploadsUnderWay
     from mpic.webui.gate import ROOT, PageGate
     from mpic.webui.page import Page
     from mpic.webui.visitors import COOKIE, COOKIE_VALUE, LoginsAlone
 
     logins = LoginsAlone(url)
-    page = Page(logins, StorageLimits().upload_bytes)
+    limit = StorageLimits().upload_bytes
+    page = Page(logins, limit)
 
     @asynccontextmanager
     async def closing(app: FastAPI) -> AsyncIterator[None]:
@@ -67,8 +69,7 @@ def standalone(url: str) -> FastAPI:
     errors.install(alone)
     alone.add_api_route("/", lambda: RedirectResponse(f"{ROOT}/"))
     alone.mount(ROOT, page)
-    limit = StorageLimits().upload_bytes
-    under_way = UploadsUnderWay(8 * limit, tempfile.gettempdir())  # as mpic.server.app
+    under_way = UploadsUnderWay(AT_ONCE * limit, tempfile.gettempdir())
     alone.add_middleware(BodyLimit, under_way=under_way, uploads=limit, other=limit)
     alone.add_middleware(HostGuard)
     alone.add_middleware(PageGate, logins=logins)

@@ -34,7 +34,7 @@ from mpic.server.routers import caches, chat, files, health, metrics, models, re
 from mpic.server.savings import SavingsLedger
 from mpic.server.state import State
 from mpic.server.thread_pools import DiskProbe
-from mpic.server.uploads import PartedUploads, UploadsUnderWay
+from mpic.server.uploads import AT_ONCE, PartedUploads, UploadsUnderWay
 from mpic.version import VERSION
 from mpic.webui.visitors import COOKIE, COOKIE_VALUE
 
@@ -45,9 +45,6 @@ if TYPE_CHECKING:
 
 KEY_PATIENCE = 0.25
 """Seconds a request waits for the key store, which is asked on the event loop, where everybody waits."""
-
-UPLOADS = 8
-"""Uploads of the largest size that one user may have under way."""
 
 ROUTERS = (
     chat.router,
@@ -100,7 +97,7 @@ def create_app(
     retriever = Retriever(library, embedder, search.duplicates)
     ledger = SavingsLedger(library.root, engine.info.digest)
     probe = DiskProbe(library.probe)
-    under_way = UploadsUnderWay(UPLOADS * config.library.upload_bytes, tempfile.gettempdir(), library.root)
+    under_way = UploadsUnderWay(AT_ONCE * config.library.upload_bytes, tempfile.gettempdir(), library.root)
     app.state.mpic = State(
         engine,
         library,

@@ -189,9 +189,9 @@ class Authenticate:
         running = _Running(key, receive, send)
         others = self._running.setdefault(key.prefix, set())
         others.add(running)
-        if self._watching is None:
-            self._watch()
         try:
+            if self._watching is None:
+                self._watch()
             await self.app(scope, running.receive, running.send)
         finally:
             taken.end()
@@ -237,6 +237,10 @@ class Authenticate:
             return None
         login: Key | None = scope.get("state", {}).get("login")
         if login is not None:
+            if not self._is_valid(
+                login.prefix
+            ):  # an event of the page may make calls long after it was let in
+                raise Unauthorized("the API key of this login was revoked")
             return login
         scheme, _, secret = Headers(scope=scope).get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not secret.strip():

@@ -33,6 +33,8 @@ from mpic.library.intake.checks import new_id
 from mpic.library.intake.receive import Arriving
 from mpic.library.records import AsyncReader
 
+AT_ONCE = 8
+"""Uploads of the largest size that one user may have under way."""
 MOST_UPLOADS = 32
 """Most uploads in parts that a user may have under way; as many that have ended are remembered."""
 LIFE_SECONDS = 3600

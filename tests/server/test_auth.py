@@ -234,6 +234,17 @@ async def test_finished_requests_are_not_counted(tmp_path):
     keys.close()
 
 
+async def test_a_request_that_cannot_be_watched_is_not_counted_for_ever(tmp_path, monkeypatch):
+    with closing(KeyStore(tmp_path)) as keys:
+        gate = Authenticate(Starlette(routes=[Route("/v1/x", ok)]), keys, KeyRates())
+        secret, _ = keys.create("alice", limits=KeyLimits(concurrent=1))
+        monkeypatch.setattr(keys, "version", Mock(side_effect=ZeroDivisionError))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://x") as http:
+            with pytest.raises(ZeroDivisionError):
+                await http.get("/v1/x", headers=bearer(secret))
+        assert not gate._running and not gate._counts
+
+
 @pytest.mark.parametrize(
     "path", [path for path in [*PROTECTED, "/v1/savings", "/v1/references"] if path != "/metrics"]
 )

@@ -6,16 +6,21 @@ from itertools import product
 from unittest.mock import AsyncMock
 from urllib.parse import unquote
 
+import httpx
 import pytest
 from fake_engine import FakeEngine
 from server_helpers import chat_template, png, running
 from watched import opened
 
+from mpic.cli.ui import standalone
+from mpic.client import AsyncMPIC
 from mpic.config import Config, LibraryConfig, ServerConfig
+from mpic.errors import Unauthorized
 from mpic.keys import KeyLimits, KeyStore
 from mpic.library import Library, Limits
 from mpic.server import create_app
 from mpic.webui.page import PENDING, SESSIONS
+from mpic.webui.visitors import ASK_SECONDS, CLIENTS, LoginsAlone
 
 LIMIT = 200_000
 TOKEN = "A" * 32
@@ -540,3 +545,97 @@ async def test_no_header_of_a_client_stands_for_a_login(server, log_in):
     await log_in("ann", "admin")
     for name in ("login", "state", "mpic-login", "x-login"):
         assert (await server.http.get("/v1/files", headers={name: "ann"})).status_code == 401
+
+
+async def test_an_event_that_has_begun_makes_no_further_call_after_its_key_is_revoked(server):
+    secret, key = server.keys.create("ann")
+    logins = server.page.logins
+    cookie = await logins.log_in(secret)
+    visitor = await logins.visitor(cookie)  # as the gate finds it for an event
+    await visitor.client.files.list()
+    server.keys.revoke(key.prefix)
+    with pytest.raises(Unauthorized, match="revoked"):
+        await visitor.client.files.list()
+
+
+class Elsewhere:
+    """A server that ``LoginsAlone`` asks; it needs a key or none, or is away. Records the clients that ask it."""
+
+    def __init__(self, monkeypatch):
+        self.closed = self.away = False
+        self.asked = 0
+        self.clients = clients = []
+        elsewhere = self
+
+        class Recorded(AsyncMPIC):
+            def __init__(self, *args, **options):
+                super().__init__(
+                    *args, **options, max_retries=0, transport=httpx.MockTransport(elsewhere.answer)
+                )
+                clients.append(self)
+
+        monkeypatch.setattr("mpic.client.AsyncMPIC", Recorded)
+
+    def answer(self, request):
+        self.asked += 1
+        if self.away:
+            raise httpx.ConnectError("away")
+        if self.closed and "key_" not in request.headers.get("authorization", ""):
+            error = {"message": "a key is needed", "code": "unauthorized", "type": "authentication_error"}
+            return httpx.Response(401, json={"error": error})
+        if request.url.path == "/v1/references/index":
+            error = {"message": "for administrators", "code": "forbidden", "type": "permission_error"}
+            return httpx.Response(403, json={"error": error})
+        return httpx.Response(200, json={"object": "list", "data": []})
+
+    def still_open(self):
+        return [client for client in self.clients if not client._closed]
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    return Elsewhere(monkeypatch)
+
+
+async def test_a_page_alone_notices_that_its_server_needs_a_key_now(elsewhere):
+    now = [0.0]
+    logins = LoginsAlone("http://127.0.0.1:1", lambda: now[0])
+    assert (await logins.visitor(None)).role == "user"
+    elsewhere.closed, asked = True, elsewhere.asked
+    now[0] = ASK_SECONDS - 1
+    assert await logins.visitor(None) and elsewhere.asked == asked
+    now[0] = ASK_SECONDS
+    assert await logins.visitor(None) is None
+    elsewhere.closed = False
+    assert await logins.visitor(None)
+    elsewhere.away, now[0] = True, 10 * ASK_SECONDS
+    assert await logins.visitor(None)  # a page whose server is away stays, and says so itself
+    await logins.close()
+
+
+async def test_a_page_alone_has_one_client_for_everybody_without_a_key_and_closes_all(elsewhere):
+    elsewhere.closed = True
+    logins = LoginsAlone("http://127.0.0.1:1")
+    for _ in range(5):
+        assert await logins.visitor(None) is None
+        assert await logins.visitor("guessed") is None
+    assert len(elsewhere.clients) == 1
+    with pytest.raises(Unauthorized):
+        await logins.log_in("nonsense")
+    assert len(elsewhere.still_open()) == 1
+    cookies = [await logins.log_in(f"key_{number}") for number in range(CLIENTS + 3)]
+    assert len(elsewhere.still_open()) == 1 + CLIENTS and await logins.visitor(cookies[0]) is None
+    await logins.log_out(cookies[-1])
+    assert len(elsewhere.still_open()) == CLIENTS
+    await logins.close()
+    assert elsewhere.still_open() == []
+
+
+async def test_the_end_of_a_page_closes_the_clients_of_its_visitors(elsewhere):
+    alone = standalone("http://127.0.0.1:1")
+    async with alone.router.lifespan_context(alone):
+        transport = httpx.ASGITransport(alone)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+            assert (await http.get("/ui/alive")).json() == {"user": "local"}
+        assert len(elsewhere.still_open()) == 1
+    assert elsewhere.still_open() == []
