@@ -87,8 +87,11 @@ docs: setup-docs ## build the documentation site in var/site and check its links
 image: ## build deploy/Dockerfile without Docker, in a chroot, and try the image (needs root on Debian; takes minutes)
 	@cd "$(ROOT)" && "$(PYTHON)" tools/try_image.py $(ARGS)
 
-lint: setup-dev ## check the code with ruff, without changing it
+lint: setup-dev ## check the code with ruff and its types with ty, without changing it
 	@cd "$(ROOT)" && "$(BIN)/ruff" check && "$(BIN)/ruff" format --check
+	@cd "$(ROOT)" && rm -rf var/types && mkdir -p var/types/mpic && cd var/types && \
+	  ln -s "$(ROOT)"/mpic/* "$(ROOT)"/{kernels,retriever,webui,data} mpic && ln -s "$(ROOT)/lab" mpic_lab
+	@cd "$(ROOT)" && "$(BIN)/ty" check --python "$(VENV)" --error-on-warning
 
 format: setup-dev ## fix what ruff can fix, and format the code
 	@cd "$(ROOT)" && status=0; "$(BIN)/ruff" check --fix || status=1; "$(BIN)/ruff" format && exit $$status

@@ -14,7 +14,7 @@ implementation: one file with a ``Partial`` and one line in ``mpic.kernels.backe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -76,7 +76,7 @@ class Write(NamedTuple):
     """A write of the keys and values of some of a step's rows to the same number of slots."""
 
     rows: slice
-    span: Span[KVView]
+    span: Span[Any]  # of a KVView; in the Triton kernels of its Strides
 
 
 class SpanCall(NamedTuple):
@@ -94,7 +94,7 @@ class SpanCall(NamedTuple):
     """
 
     rows: slice
-    span: Span[KVView]
+    span: Span[Any]  # as above
     causal: bool = False
     first: bool = False
     visible: torch.Tensor | None = None
@@ -208,7 +208,12 @@ def attend(
             keys, values = keys[:kv_heads, :, :dim], values[:kv_heads, :, :dim]
         if call.visible is None and extras.softcap is None:
             o, l = partial(queries[None], keys[None], values[None], call.causal, scale)
-        elif call.slots is not None and extras.softcap is None and q.device.type == "cpu":
+        elif (
+            call.visible is not None
+            and call.slots is not None
+            and extras.softcap is None
+            and q.device.type == "cpu"
+        ):
             o, l = cpu.suffixes(queries[None], keys[None], values[None], scale, call.visible)
         else:
             arguments = (call.causal, scale, call.visible, extras.softcap)

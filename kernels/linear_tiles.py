@@ -178,6 +178,7 @@ def _prove(kernel: LinearTilesKernel) -> None:
     outs = [torch.empty(len(x), size, dtype=kernel.dtype) for size in sizes]
     kernel(x, products, outs)
     for (weight, bias), out in zip(products, outs, strict=True):
+        assert bias is not None
         wanted = x.double() @ weight.double().T + bias.double()
         wrong = float(((out - wanted).abs() / wanted.abs().clamp(min=1)).max())
         if not wrong < 2.0**-8:

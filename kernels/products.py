@@ -61,7 +61,7 @@ class Products:
         inputs = x.shape[-1]
         rows = x.numel() // inputs
         if self._is_block(rows, inputs):
-            self.blocks(x, products, outs)
+            self.blocks(x, products, outs)  # ty: ignore[not-callable] (`_is_block` asks for it)
             return
         for by, out in zip(products, outs, strict=True):
             if rows <= self.few.most_rows:

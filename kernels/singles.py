@@ -191,7 +191,7 @@ def evenly_spaced(shared: Sequence[SharedSpan]) -> list[list[SharedSpan]]:
 
 
 def _distance(a: SharedSpan, b: SharedSpan) -> int:
-    return b.view.data.storage_offset() - a.view.data.storage_offset()
+    return int(b.view.data.storage_offset() - a.view.data.storage_offset())
 
 
 def stack(spans: Sequence[SharedSpan]) -> torch.Tensor:

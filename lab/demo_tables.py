@@ -70,7 +70,7 @@ def what_runs(health: Health, seconds: float) -> str:
 def uploads(uploaded: list[File]) -> Table:
     table = Table(title="Compiled once", title_justify="left", box=SIMPLE, padding=(0, 1))
     for name, side in (("upload", "left"), ("tokens", "right")) * 2:  # two uploads per line
-        table.add_column(name, justify=side)  # type: ignore[arg-type]
+        table.add_column(name, justify=side)
     cells = [(f.mention, str(f.tokens)) for f in uploaded]
     for pair in zip_longest(cells[::2], cells[1::2], fillvalue=("", "")):
         table.add_row(*pair[0], *pair[1])

@@ -327,7 +327,7 @@ def load_config(path: str | Path | None = None, flags: Mapping[str, Any] | None 
     return config
 
 
-AT_LEAST = {"max_header_bytes": 1024, "min_bytes_per_second": 1, "max_connections": 4}
+AT_LEAST: dict[str, float] = {"max_header_bytes": 1024, "min_bytes_per_second": 1, "max_connections": 4}
 AT_LEAST |= {"max_connections_per_address": 1, "closing_seconds": 0.1, "keep_alive_seconds": 0.1}
 AT_LEAST |= {"header_seconds": 0.1, "body_seconds": 0.1, "send_seconds": 0.1}
 AT_LEAST |= {"max_body_bytes": 1, "max_body_values": 1}

@@ -41,7 +41,7 @@ def build(section: str, cls: type, values: Mapping[str, Any]) -> Any:
     checked = {}
     for key, value in values.items():
         if key not in types:
-            known = listed(f.name for f in dataclasses.fields(cls))
+            known = listed(f.name for f in dataclasses.fields(cls))  # ty: ignore[invalid-argument-type] (`cls` is a dataclass)
             raise ConfigError(f"unknown key {key!r} in [{section}]; known: {known}", param=key)
         if types[key] is float and type(value) is int:
             value = float(value)

@@ -221,7 +221,7 @@ class KeyStore:
             "WHERE logins.hash = ? AND until > ? AND revoked_at IS NULL",
             *(_hash(cookie), self._clock()),
         )
-        return row and _key(row)
+        return None if row is None else _key(row)
 
     def log_out(self, cookie: str) -> None:
         """Ends a login, if there is one."""

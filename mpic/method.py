@@ -56,7 +56,7 @@ class Method(ABC):
     @classmethod
     def parameters(cls) -> tuple[Field[int], ...]:
         """Returns the numbers in its name, in order."""
-        return fields(cls)  # type: ignore[arg-type]
+        return fields(cls)  # ty: ignore[invalid-argument-type] (its subclasses are dataclasses)
 
     @classmethod
     def parse(cls, text: str) -> Self | None:

@@ -67,7 +67,7 @@ class VectorIndex:
                 return [], np.empty((0, self.dimension), np.float32)
             options = None
             if among is not None:
-                options = faiss.SearchParameters(sel=faiss.IDSelectorBatch(np.asarray(among, np.int64)))
+                options = faiss.SearchParameters(sel=faiss.IDSelectorBatch(np.asarray(among, np.int64)))  # ty: ignore[unknown-argument] (faiss adds it at import)
             scores, ids, vectors = side.index.search_and_reconstruct(
                 np.ascontiguousarray(query[None], np.float32), k, params=options
             )
@@ -75,7 +75,7 @@ class VectorIndex:
         pairs = zip(ids[0][found].tolist(), scores[0][found].tolist(), strict=True)
         return [Neighbour(id, score) for id, score in pairs], vectors[0][found]
 
-    def put(self, ids: Sequence[int], vectors: np.ndarray) -> None:
+    def put(self, ids: Sequence[int] | np.ndarray, vectors: np.ndarray) -> None:
         """Adds vectors, in place of those that have the same ids.
 
         Args:
@@ -85,15 +85,15 @@ class VectorIndex:
         Raises:
             IntegrityError: the index does not have the expected content afterwards.
         """
-        ids = np.asarray(ids, np.int64)
+        numbers = np.asarray(ids, np.int64)
         vectors = np.ascontiguousarray(vectors, np.float32)
-        if vectors.shape != (len(ids), self.dimension) or len(set(ids.tolist())) != len(ids):
+        if vectors.shape != (len(ids), self.dimension) or len(set(numbers.tolist())) != len(ids):
             raise ValueError(f"{len(ids)} ids (distinct?) for vectors of shape {vectors.shape}")
 
         def change(side: _IndexCopy) -> None:
-            _remove(side, [i for i in ids.tolist() if i in side.ids])
-            side.index.add_with_ids(vectors, ids)
-            side.ids.update(ids.tolist())
+            _remove(side, [i for i in numbers.tolist() if i in side.ids])
+            side.index.add_with_ids(vectors, numbers)
+            side.ids.update(numbers.tolist())
 
         self._change(change)
 

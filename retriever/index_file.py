@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -28,7 +29,7 @@ class IndexFile:
 
     def write(self, index: VectorIndex, revision: int) -> None:
         """Writes the index durably and completely, or not at all. Raises StorageFull."""
-        data = index.serialize()
+        data: Any = index.serialize()
         header = {
             "embedder": list(self._name),
             "revision": revision,
@@ -53,7 +54,7 @@ class IndexFile:
             raise ValueError("damaged: it does not begin with the magic number")
         try:
             header = json.loads(head.tobytes())
-            data = raw[12 + len(head) :]
+            data: Any = raw[12 + len(head) :]
             if header["xxh3"] != xxhash.xxh3_128_hexdigest(memoryview(data)):
                 raise ValueError("the checksum does not match")
             if EmbedderName(*header["embedder"]) != self._name:

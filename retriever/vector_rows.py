@@ -45,14 +45,14 @@ class VectorRows:
             db.execute(
                 "INSERT OR IGNORE INTO embedders (architecture, weights, dimension) VALUES (?, ?, ?)", name
             )
-        row = catalog.one(
+        row = catalog.read(
             "SELECT id FROM embedders WHERE architecture = ? AND weights = ? AND dimension = ?", *name
-        )
+        )[0]
         self.embedder: int = row["id"]
 
     def revision(self) -> int:
         """Returns a number that grows with every change of this embedder's vectors."""
-        return self._catalog.one("SELECT revision FROM embedders WHERE id = ?", self.embedder)["revision"]
+        return self._catalog.read("SELECT revision FROM embedders WHERE id = ?", self.embedder)[0]["revision"]
 
     def put(self, references: Sequence[Reference], vectors: np.ndarray) -> list[StoredVector]:
         """Commits the vectors of references; returns those of the references that are still current."""
@@ -70,6 +70,7 @@ class VectorRows:
                     "INSERT INTO vectors (embedder, reference, version, vector) VALUES (?, ?, ?, ?)",
                     (self.embedder, reference.id, reference.version, vector.astype("<f4").tobytes()),
                 ).lastrowid
+                assert id is not None
                 kept.append(StoredVector(at, id, before))
             self._revise(db)
         return kept
@@ -142,7 +143,8 @@ class VectorRows:
         """
         if len(filter) > FILTER_KEYS:
             raise BadRequest(f"a filter has at most {FILTER_KEYS} keys, not {len(filter)}", param="filter")
-        terms, values = ["v.embedder = ?"], [self.embedder]
+        terms = ["v.embedder = ?"]
+        values: list[Any] = [self.embedder]
         for key, wanted in filter.items():
             tests, operands = _tests(key, wanted)
             if key in FIELDS:

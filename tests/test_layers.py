@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from functools import cache
 from graphlib import TopologicalSorter
@@ -127,3 +128,10 @@ def test_one_class_name_stands_for_one_idea():
     several = {name: sorted(found) for name, found in places.items() if len(found) > 1}
     assert {name: found for name, found in several.items() if name not in SHARED_NAMES} == {}
     assert set(SHARED_NAMES) <= set(several), "a name that is listed is not shared any more"
+
+
+def test_every_type_error_that_is_ignored_names_its_rule_and_gives_a_reason():
+    bare = re.compile(r"# *(type|pyright|mypy): *ignore|# *ty: *ignore(?!\[[a-z-]+(, [a-z-]+)*\] \(\S.*\)$)")
+    for path in sources().values():
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            assert not bare.search(line), f"{path}:{number}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from mpic.client import AsyncMPIC
@@ -121,7 +121,7 @@ def options(wishes: Wishes) -> dict[str, Any]:
 
 async def answer(
     client: AsyncMPIC, chat: StoredChat, turn: StoredTurn, run: StoredAnswer
-) -> AsyncIterator[None]:
+) -> AsyncGenerator[None, None]:
     """Fills in a run of a turn; yields whenever it is to be shown. Closing the iterator ends the server's work."""
     shown = time.monotonic()
     try:

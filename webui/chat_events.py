@@ -208,7 +208,7 @@ class ChatEvents:
         turn.touch()
         box = gr.skip() if value is None else question(value)
         yield messages(page), page.model_dump(), box, stop_button(True)
-        async with aclosing(answer(client, page.chat, turn, run)) as steps:  # type: ignore[type-var]
+        async with aclosing(answer(client, page.chat, turn, run)) as steps:
             async for _ in steps:
                 yield messages(page), page.model_dump(), gr.skip(), gr.skip()
         # once more as a whole: Gradio's client changes the values of earlier messages to those of later ones in place,

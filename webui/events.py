@@ -16,7 +16,8 @@ from mpic.webui.visitors import Visitor
 
 def visitor_of(request: gr.Request) -> Visitor:
     """Returns the visitor whom the gate has found."""
-    return request.request.state.visitor  # type: ignore[union-attr]
+    assert request.request is not None  # Gradio leaves it out only of events without a browser
+    return request.request.state.visitor
 
 
 def client_of(request: gr.Request) -> AsyncMPIC:
@@ -74,6 +75,6 @@ def with_own_uploads(component: gr.components.Component) -> Any:
     a file beside the source of each.)
     """
     component.data_model = None
-    component.api_info = lambda: {"type": "object"}  # type: ignore[method-assign]
-    component.example_inputs = lambda: None  # type: ignore[method-assign]
+    component.api_info = lambda: {"type": "object"}
+    component.example_inputs = lambda: None
     return component

@@ -95,7 +95,7 @@ def _cookie(headers: Headers) -> str | None:
         morsel = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
     except CookieError:
         return None
-    return morsel and morsel.value
+    return None if morsel is None else morsel.value
 
 
 def _with_headers(send: Send) -> Send:

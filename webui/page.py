@@ -13,13 +13,15 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from importlib.resources import files
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 from weakref import WeakValueDictionary
 
 from fastapi import Cookie, FastAPI, Form, Request
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.datastructures import UploadFile
+from starlette.routing import Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mpic.errors import (
@@ -191,8 +193,8 @@ class Page:
         async def thumb(id: str, request: Request) -> Response:
             data = await self._original(_visitor(request), id)
             try:
-                shrink = {"side": SIDE, "least": SIDE // 2, "transparent": True}
-                png = await asyncio.to_thread(thumbnail, data, **shrink)
+                shrunk = partial(thumbnail, data, side=SIDE, least=SIDE // 2, transparent=True)
+                png = await asyncio.to_thread(shrunk)
             except (InvalidUpload, TooLarge):
                 raise NotFound("not an image") from None
             return Response(png, media_type="image/png", headers=PRIVATE)
@@ -261,7 +263,7 @@ class Page:
 
         parent, self._blocks = await asyncio.to_thread(build)
         await self._running.enter_async_context(parent.router.lifespan_context(parent))
-        return parent.routes[-1].app  # type: ignore[attr-defined]
+        return cast(Mount, parent.routes[-1]).app
 
     async def _index(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers with Gradio's page, whose inline scripts get a nonce; what names other hosts is left out."""

@@ -89,7 +89,7 @@ def samples(model: str) -> tuple[PageQuestion, ...]:
     """Returns the sample questions for a model whose files are there."""
     found = []
     for id, title, text in QUESTIONS:
-        used = {
+        used: dict[str, str] = {
             word.partition("#")[2]: NAMES[word.partition("#")[2]]
             for word in text.replace("?", " ").split()
             if "#" in word

@@ -82,7 +82,7 @@ class ServedLogins:
         if not self._always and not self._keys.exist():
             return Visitor(LOCAL, "admin", False, self._client(None))
         key = self._keys.logged_in(cookie) if cookie else None
-        return key and Visitor(key.user, key.role, True, self._client(key))
+        return None if key is None else Visitor(key.user, key.role, True, self._client(key))
 
     async def log_in(self, key: str) -> str:
         found = self._keys.find(key)

@@ -142,7 +142,7 @@ class StaticStep(Launches):
             grid,
             Features(holes),
             tables.tables,
-            tables.rotations,
+            tables.rotations,  # ty: ignore[invalid-argument-type] (cosines and sines)
             tables.partials,
             rows,
             tables.anchor,

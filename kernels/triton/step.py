@@ -5,7 +5,8 @@ Nothing here waits for the device: tables are built from host integers and go ov
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,7 +61,7 @@ def host_tables(
     return arrays
 
 
-def advance(tables: dict[str, torch.Tensor], dim: int) -> None:
+def advance(tables: Mapping[str, torch.Tensor], dim: int) -> None:
     """Advances the tables of single rows by one token, with two additions on the device."""
     tables["segments"][:, SegmentColumn.HI].add_(tables["grows"])
     tables["targets"][:, TargetColumn.ORIGIN].add_(dim)
@@ -143,7 +144,7 @@ def rotation_table(
     bases: Sequence[int], rotation: Rotation, half: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns cosines and sines ``[bases, half]`` of rotations that are on the device already; the first base is 0."""
-    turns = [rotation(base) for base in bases[1:]]
+    turns: list[Any] = [rotation(base) for base in bases[1:]]  # only base 0 has none
     one = torch.ones(half, dtype=torch.float32, device=device)
     cos = torch.stack([one, *(turn.cos for turn in turns)])
     return cos, torch.stack([torch.zeros_like(one), *(turn.sin for turn in turns)])

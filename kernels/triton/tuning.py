@@ -64,7 +64,7 @@ def read_table(path: Path | None = None) -> dict[str, Any]:
     Raises:
         ValueError: the table has another schema, or an entry is malformed.
     """
-    text = (path or files(__package__) / "tuned.json").read_text(encoding="utf-8")
+    text = (path or files("mpic.kernels.triton") / "tuned.json").read_text(encoding="utf-8")
     table = json.loads(text)
     if table.get("schema") != SCHEMA:
         raise ValueError(f"tuned.json has schema {table.get('schema')}; this version reads {SCHEMA}")

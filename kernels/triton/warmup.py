@@ -56,6 +56,7 @@ def warm_up(
         kernels = step.launch(0, q, 1.0, 1.0 if softcap else None, out, lse)
         blocks, *_, singles = kernels
         resident = resident or ProgramsAtOnce(programs_of(blocks, device), programs_of(singles, device))
+    assert resident is not None
     return resident
 
 

@@ -137,7 +137,7 @@ def _masks(split: Split, shape: str) -> list[np.ndarray]:
         canvas = PILImage.new("L", (2 * side, 2 * side), 0)
         radius = rng.uniform(0.30, 0.43) * side
         cx, cy = (side * (0.5 + rng.uniform(-0.06, 0.06)) for _ in range(2))
-        _outline(shape, ImageDraw.Draw(canvas), 2 * cx, 2 * cy, 2 * radius, 255)  # type: ignore[arg-type]
+        _outline(shape, ImageDraw.Draw(canvas), 2 * cx, 2 * cy, 2 * radius, 255)
         out.append(np.asarray(canvas.resize((side, side), PILImage.Resampling.BOX)))
     return out
 

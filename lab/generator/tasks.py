@@ -96,7 +96,7 @@ class Generator(ChunkGenerator):
         kinds = [rng.choice(("more", "same"))]
         if self.split == "train":
             kinds = ["same"] * 4 + ["more"] if rng.random() < 0.7 else ["more"]
-        tried = (questions.compare(rng, self.asking, *scenes, kind=kind) for kind in kinds)  # type: ignore[arg-type]
+        tried = (questions.compare(rng, self.asking, *scenes, kind=kind) for kind in kinds)
         question = next((q for q in tried if q), None)
         if question is None:
             return None

@@ -52,7 +52,7 @@ class TextPart(Strict):
 
 class ImageURL(Strict):
     url: str = Field(description="a data URL, or the id of an uploaded image (`file-...`)")
-    detail: annotation("detail") = None  # type: ignore[valid-type]
+    detail: annotation("detail") = None  # ty: ignore[invalid-type-form] (made from OpenAI's schema)
 
 
 LABEL = Field(None, description="label in this conversation")
@@ -90,7 +90,7 @@ class ImagePart(Strict):
 
 class FileRef(Strict):
     file_id: str
-    file_data: annotation("file_data") = None  # type: ignore[valid-type]
+    file_data: annotation("file_data") = None  # ty: ignore[invalid-type-form] (as above)
 
 
 class FilePart(Strict):
@@ -205,7 +205,7 @@ class Tool(Strict):
 
 class StreamOptions(Strict):
     include_usage: StrictBool | None = None
-    include_obfuscation: annotation("include_obfuscation") = None  # type: ignore[valid-type]
+    include_obfuscation: annotation("include_obfuscation") = None  # ty: ignore[invalid-type-form] (as above)
 
 
 FilterValue = StrictBool | Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | float | str
@@ -295,7 +295,7 @@ AllChatFields = create_model("AllChatFields", __base__=ChatFields, **of_the_requ
 """With those that change nothing."""
 
 
-class ChatRequest(AllChatFields):  # type: ignore[misc, valid-type]
+class ChatRequest(AllChatFields):  # ty: ignore[unsupported-base] (made at run time, from OpenAI's schema)
     """A chat completion. Without `temperature` answers are greedy, so that policies can be compared."""
 
     model_config = ConfigDict(

@@ -84,10 +84,12 @@ def list_(client: MPIC, as_json: Json = False) -> None:
 @client_command(app)
 def show(client: MPIC, id: Id, as_json: Json = False) -> None:
     """Show one cache and its chunks, or one chunk."""
+    from mpic.client.types import Cache
+
     cache = client.caches.retrieve(id)
     columns = ("id", "text", "state", "tokens", "bytes", "kept in", "expires")
     rows = []
-    for c in getattr(cache, "chunks", (cache,)):
+    for c in cache.chunks if isinstance(cache, Cache) else (cache,):
         state = c.state if c.error is None else f"{c.state}: {c.error}"
         kept = ", ".join(c.tiers), when(c.expires_at) or "never"
         rows.append((c.id, f"{c.start}-{c.end}", state, c.tokens, c.bytes, *kept))

@@ -22,7 +22,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
-PLAIN = {"markup": False, "emoji": False, "highlight": False}
+PLAIN: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}
 """Text is printed as it is: it may be an answer, or a name that somebody gave."""
 out = PlainConsole(**PLAIN)
 err = PlainConsole(stderr=True, **PLAIN)
@@ -90,7 +90,7 @@ def _refuse_empty_paths(command: Any, args: Sequence[str]) -> None:
     for before, word in zip(["", *words], words):
         name, equals, value = word.partition("=")
         given = name if equals and not value else before if word == "" else None
-        if given in names and given.startswith("-"):
+        if given is not None and given in names and given.startswith("-"):
             raise typer.BadParameter("it is empty: give a path, or leave the option out", param_hint=given)
         if (
             given == before
@@ -143,9 +143,9 @@ def take_parameters(
 ) -> None:
     """Gives ``run`` the name and the help of ``command``, and the parameters for Typer."""
     keyword = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
-    run.__signature__ = inspect.Signature(keyword)  # type: ignore[attr-defined]
+    run.__signature__ = inspect.Signature(keyword)  # ty: ignore[missing-attribute] (every function takes it)
     run.__annotations__ = {p.name: p.annotation for p in keyword}
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__name__, run.__doc__ = command.__name__, command.__doc__  # ty: ignore[missing-attribute] (as above)
 
 
 def print_json(value: Any) -> None:

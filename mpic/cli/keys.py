@@ -77,7 +77,7 @@ def create(
             err.print(FIRST_KEY.format(user=user))
             if not yes and _in_terminal() and not typer.confirm("Make it?", err=True):
                 raise typer.Exit(1)
-        secret, key = store.create(user, role, limits)  # type: ignore[arg-type]
+        secret, key = store.create(user, role, limits)  # ty: ignore[invalid-argument-type] (`create` refuses other roles)
     if as_json:
         print_json({"key": secret, **_show(key)})
         return

@@ -279,9 +279,11 @@ def library_pin(
 
     A pin does not take more of the disk than the owner's share. `mpic library show` tells whether something is pinned.
     """
+    from mpic.library import File
+
     with open_library(data_dir, config) as library:
         found = _find(library, name, user)
-        if hasattr(found, "owner"):
+        if isinstance(found, File):
             library.files.pin(found.owner, found.id, not off)
         else:
             library.references.pin(found.id, not off)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.filesize import decimal
@@ -105,7 +105,7 @@ def _show(done: list[Pressed], press: Press, model: str, as_json: bool) -> None:
     before, after = sum(one.before for one in pressed), sum(one.after for one in pressed)
     left = [one for one in done if one.outcome == "left"]
     counts = {outcome: count[outcome] for outcome in ("pressed", "already", "model", "left")}
-    value = {"press": press.name, "model": model, "counts": counts}
+    value: dict[str, Any] = {"press": press.name, "model": model, "counts": counts}
     value |= {"bytes_before": before, "bytes_after": after, "left": [one._asdict() for one in left]}
     words = (
         f"{count['pressed']:,} chunks pressed by {press}: {decimal(before)} before, {decimal(after)} after"

@@ -197,7 +197,7 @@ def reindex(
     if as_json:
         print_json(state)
     else:
-        name = f"{state.embedder['architecture']} ({state.embedder['weights'][:12]})"
+        name = f"{state.embedder['architecture']} ({state.embedder['weights'][:12]})"  # ty: ignore[not-subscriptable] (the digest is a string)
         out.print(f"{state.vectors:,} of {state.references:,} references indexed by {name}")
     if state.problem:
         err.print(f"problem: {state.problem}", style="red")
@@ -225,12 +225,12 @@ class IntoServer:
         return KnownReference(found.sha256, found.title, found.description, found.metadata)
 
     async def add(self, item: ImportItem, content: bytes) -> str:
-        fields = {"id": item.id, **_fields(item)}
-        return _ask(lambda: self._references.create((item.filename, content), **fields)).kind
+        return _ask(
+            lambda: self._references.create((item.filename, content), id=item.id, **_fields(item))
+        ).kind
 
     async def replace(self, item: ImportItem, content: bytes) -> str:
-        content = (item.filename, content)
-        return _ask(lambda: self._references.replace(item.id, content, **_fields(item))).kind
+        return _ask(lambda: self._references.replace(item.id, (item.filename, content), **_fields(item))).kind
 
 
 def _fields(item: ImportItem) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class call(Generic[P, T]):
     def __get__(self, resource: Any, owner: Any = None) -> Any:
         if resource is None:
             return self._method
-        method = self._method.__get__(resource, owner)
+        method = self._method.__get__(resource, owner)  # ty: ignore[missing-attribute] (it is a function)
         if isinstance(resource.sender.io, AsyncIO):
             return method
         return functools.wraps(method)(lambda *args, **options: finish(method(*args, **options)))
@@ -62,7 +62,7 @@ class listed(Generic[P, T]):
     def __get__(self, resource: Any, owner: Any = None) -> Any:
         if resource is None:
             return self._method
-        method, send = self._method.__get__(resource, owner), resource.sender.send
+        method, send = self._method.__get__(resource, owner), resource.sender.send  # ty: ignore[missing-attribute] (as above)
         if isinstance(resource.sender.io, AsyncIO):
             return functools.wraps(method)(
                 lambda *args, **options: AsyncListing(send, *method(*args, **options))

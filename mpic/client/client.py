@@ -79,7 +79,8 @@ class Client(Resource[IO]):
         # imported by name, because the SDK does not depend on the server
         start = getattr(import_module("mpic.local"), cls._transport)
         transport = start(model, data_dir, settings, on_stage)
-        client = cls("http://127.0.0.1", "", transport=transport, max_retries=0)
+        made: Any = cls  # whose subclasses take these arguments
+        client = made("http://127.0.0.1", "", transport=transport, max_retries=0)
         client._local = True
         return client
 

@@ -198,7 +198,7 @@ def file_create(
     second file."""
     check_seconds("ttl", ttl)
     life = None if ttl is None else str(ttl)
-    form = {"purpose": purpose, **given(handle=handle, ttl=life, press=press)}
+    form: dict[str, Any] = {"purpose": purpose, **given(handle=handle, ttl=life, press=press)}
     if replace:
         form["replace"] = "true"
     if split is not None:

@@ -226,7 +226,8 @@ class _RequestBody(httpx.AsyncByteStream):
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         pieces = iter(self._source)
-        while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+        following: Callable[[], bytes | None] = lambda: next(pieces, None)
+        while (piece := await asyncio.to_thread(following)) is not None:
             yield piece
 
 

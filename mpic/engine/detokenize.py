@@ -144,6 +144,7 @@ class CallDetokenizer(Detokenizer):
         return "" if self._open_call is not None else super().finish()
 
     def _close(self) -> None:
+        assert self._open_call is not None
         at = self._open_call.find(self._closes)
         if at >= 0:
             self.call, self._open_call = self._open_call[:at], None

@@ -224,7 +224,7 @@ def from_validation(errors: Sequence[Any], body: Any, chat: bool) -> MPICError:
             message = "must be a file"
         return BadRequest(f"{path}: {message}" if path else message, param=path)
     # what each of a union's types expects
-    kinds = [_expected(error) for error, other in found if other == place and _expected(error)]
+    kinds = [kind for kind in (_expected(error) for error, other in found if other == place) if kind]
     if _expected(first):
         *others, last = dict.fromkeys(kinds)
         message = f"must be {', '.join(others)} or {last}" if others else f"must be {last}"

@@ -142,7 +142,7 @@ def _opencv(data: bytes) -> Iterator[ClipReader]:
     if int(cv2.__version__.split(".")[0]) < OLDEST:
         raise NoVideoDecoder(f"OpenCV {cv2.__version__} is too old to decode a clip: {INSTALL}", param="file")
     source = io.BytesIO(data)  # OpenCV keeps no reference of its own
-    opened = cv2.VideoCapture(source, cv2.CAP_FFMPEG, [cv2.CAP_PROP_N_THREADS, 1])
+    opened = cv2.VideoCapture(source, cv2.CAP_FFMPEG, [cv2.CAP_PROP_N_THREADS, 1])  # ty: ignore[no-matching-overload] (its stubs lack buffers)
     try:
         if not opened.isOpened():
             raise InvalidVideo(

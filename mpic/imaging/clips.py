@@ -125,7 +125,8 @@ def facts(data: bytes, rules: ClipRules) -> ClipFacts:
                 f"the clip is damaged: {count} of {found.claimed} frames can be decoded", param="file"
             )
         spaces = count if ends else count - 1
-        measured = spaces / (last - first) if None not in (first, last) and last > first else 0.0
+        known = first is not None and last is not None and last > first
+        measured = spaces / (last - first) if known else 0.0
         rate = _rate(found.rate, measured)
         if count / rate > rules.seconds:
             raise _too_long(rules)

@@ -166,7 +166,7 @@ class Decoder:
         result = 3 * size * len(indices)
         with memory.set_aside(result, "the decoded clip"):
             frames = np.empty((len(indices), facts.height, facts.width, 3), np.uint8)
-            targets = [memoryview(frame).cast("B") for frame in frames]
+            targets = [memoryview(frame).cast("B") for frame in frames]  # ty: ignore[invalid-argument-type] (NumPy declares it from Python 3.12 on)
             order = {"do": "frames", "rules": rules, "options": {"indices": indices, "size": facts[:2]}}
             self._run_clip(order, data, budget, size, result, targets, patient=True)
         return Clip(facts, indices, frames)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from PIL import ExifTags, Image, ImageMath
+from PIL import ExifTags, Image, ImageFile, ImageMath
 
 from mpic.errors import (
     AnimatedImage,
@@ -263,7 +263,7 @@ def too_large(width: int, height: int, rules: ImageRules) -> ImageTooLarge:
     )
 
 
-def _load(image: Image.Image) -> None:
+def _load(image: ImageFile.ImageFile) -> None:
     """Decodes the pixels. Pillow brings those of PNGs to 8 bits a channel, except for grey ones of 16 bits, and leaves
     the transparent colour as it is in the file; here it is brought to 8 bits, too."""
     raw = image.tile[0].args if image.format == "PNG" and image.tile else ""

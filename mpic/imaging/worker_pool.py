@@ -87,7 +87,8 @@ class Reply:
         """Take one message and return whether it was the last one. Raises the error that the worker reports."""
         kind, body = message[:1], memoryview(message)[1:]
         if kind == b"p":
-            strip = Image.frombuffer("RGB", (self.image.width, len(body) // 3 // self.image.width), body)
+            assert self.image is not None  # its size came first
+            strip = Image.frombuffer("RGB", (self.image.width, len(body) // 3 // self.image.width), body)  # ty: ignore[invalid-argument-type] (any buffer will do)
             self.image.paste(strip, (0, self._top))
             self._top += strip.height
             return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import Enum
 
@@ -173,6 +174,7 @@ class DeviceCache:
         idle = set()
         for group in holders.values():
             shared = group[0].shared
+            assert shared is not None  # by what they are grouped
             if len(group) == shared.holders and not any(id(node) in pinned for node in group):
                 idle.add(shared.extent)
         return idle
@@ -194,7 +196,7 @@ class DeviceCache:
                 raise IntegrityError("fewer pages could be evicted than were counted evictable")
         return True
 
-    def check(self, running: set[int] = frozenset()) -> None:
+    def check(self, running: AbstractSet[int] = frozenset()) -> None:
         """Verifies the pool, the prefix cache, and that every extent has exactly one kind of owner.
 
         Args:

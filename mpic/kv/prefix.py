@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from mpic.errors import IntegrityError
 from mpic.kv.pool import Extent
@@ -44,7 +45,7 @@ class Node:
     own_tokens: int
     shared: SharedExtent | None
     lo: int
-    parent: Node | None
+    parent: Any  # a Node; None: it is a root
     chunks: frozenset[ChunkName]
     children: dict[Item, Node] = field(default_factory=dict)
     pins: int = 0

@@ -82,8 +82,8 @@ class Cache:
 
     @property
     def tokens(self) -> int | None:
-        counts = [chunk.file.tokens for chunk in self.chunks]
-        return None if None in counts else sum(counts)
+        counts = [chunk.file.tokens for chunk in self.chunks if chunk.file.tokens is not None]
+        return sum(counts) if len(counts) == len(self.chunks) else None
 
 
 class CachePage(NamedTuple):

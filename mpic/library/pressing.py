@@ -104,4 +104,5 @@ def _press_one(library: Library, press: Press, row: Row, compress: Compress, rep
         return left("is gone")
     except (OSError, OutOfMemory, NotFound, StorageFull, StorageQuotaExceeded) as error:
         return left(str(error))
-    return Pressed(row["path"], "pressed", row["bytes"], library.catalog.one(sql, pressed.digest)["bytes"])
+    after = library.catalog.read(sql, pressed.digest)[0]["bytes"]
+    return Pressed(row["path"], "pressed", row["bytes"], after)

@@ -142,7 +142,7 @@ class _Rebuilding:
             self._trouble(path, "has no sidecar that describes it")
         self._done.troubles += [Trouble(*note) for note in adoption.notes if note[1] != GAVE_HANDLE]
         ChunkRows(self._catalog, self._clock).put_all(chunks)
-        users = self._catalog.one("SELECT COUNT(*) FROM users")
+        users = self._catalog.read("SELECT COUNT(*) FROM users")[0]
         self._done.counts.update(chunks=len(chunks), users=users[0])
         return self._done
 

@@ -23,18 +23,18 @@ from mpic.durable import FileSystem
 from mpic.errors import CorruptFile, MPICError
 from mpic.library.catalog.database import Catalog, insert_row, update_row
 from mpic.library.catalog.reference_rows import retire
-from mpic.library.folder.layout import SIDECAR, original_path, owner_folder, scan
+from mpic.library.folder.layout import SIDECAR, CatalogRow, original_path, owner_folder, scan
 from mpic.library.folder.quarantine import Orphans
 from mpic.library.folder.sidecars import COLUMNS, CONTENT, DESCRIBED, QUOTAS, Sidecar, Sidecars
 from mpic.library.records import SHARED
 
-Record = Mapping[str, Any]
 DAMAGED, LOST = "the original is damaged", "the original is lost"
 WITHOUT_HANDLE = "is without its handle, which another file of its owner has"
 GAVE_HANDLE = "has expired or is lost, and has given its handle to a file that is there"
 REPLACED = "is replaced by an upload that a crash interrupted, and has expired"
 NAMED = 20
 """Most files put aside that the log names; their number is in it, too."""
+Record = Mapping[str, Any]
 Verify = Callable[[str, Record], str | None]
 """Takes the path of an original and its record; returns what is wrong with the original (``LOST``: it is not there, or
 must not be adopted), or None."""
@@ -306,7 +306,7 @@ class Reconciliation:
                         error,
                     )
 
-    def _relative(self, kind: Any, row: Mapping[str, Any]) -> str:
+    def _relative(self, kind: Any, row: CatalogRow) -> str:
         return str(self._sidecars.path(kind, row).relative_to(self._root))
 
     def _mark_lost(self, table: str, lost: Iterable[str]) -> None:

@@ -54,10 +54,10 @@ class Garbage(NamedTuple):
 
 def size_of(library: Library) -> int:
     """Returns the number of bytes that ``check`` reads."""
-    row = library.catalog.one("""
+    row = library.catalog.read("""
         SELECT (SELECT COALESCE(SUM(bytes), 0) FROM files) + (SELECT COALESCE(SUM(bytes), 0) FROM refs)
              + (SELECT COALESCE(SUM(bytes), 0) FROM chunks WHERE state = 'ready')""")
-    return row[0]
+    return row[0][0]
 
 
 def check(library: Library, contents: bool = True, progress: Progress = lambda done: None) -> list[Problem]:
@@ -158,7 +158,7 @@ def garbage(library: Library) -> list[Garbage]:
     damaged = [f"quarantine/{name}" for name in damaged_files(library.root / "quarantine")]
     found += _present(library, damaged, "quarantine")
     before = now - library.limits.tombstone_seconds
-    gone = catalog.one("SELECT COUNT(*) FROM chunks WHERE state != 'ready' AND last_used < ?", before)[0]
+    gone = catalog.read("SELECT COUNT(*) FROM chunks WHERE state != 'ready' AND last_used < ?", before)[0][0]
     names = names_of(library)
     found = [item._replace(name=names.get(item.path, "")) for item in found]
     return [*found, *[Garbage("catalog.sqlite", 0, "tombstone")] * gone]
@@ -296,4 +296,5 @@ def read_chunk(path: Path, key: KVKey, files: FileSystem | None = None) -> Chunk
         kv = torch.empty(file.shape.extent(file.slots), dtype=file.dtype)
         for _ in file.read_layers(kv):
             pass
+        assert file.inputs is not None
         return ChunkKV(key, file.inputs, kv)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 from mpic.errors import BadRequest, CorruptFile, HandleTaken
 from mpic.imaging.budget import on_behalf_of
@@ -183,7 +183,9 @@ class UploadIntake(LibraryPart):
             self._rows.set_state(old.owner, old.id, "compiling", None, None)
         kept = self._rows.by_id(old.owner, old.id)  # None: it was deleted meanwhile
         # one that is compiling may have been left so by a request that failed after it was stored
-        return kept and UploadOutcome(kept, "unchanged", compile=kept.state != "ready")
+        if kept is None:
+            return None
+        return UploadOutcome(kept, "unchanged", compile=kept.state != "ready")
 
     def _cut_anew(self, file: File, split: dict[str, Any] | None) -> None:
         """Sets how a document is to be cut, and removes the compiled chunks of the old pieces: no deletion of the file
@@ -252,6 +254,6 @@ def _pieces(source: bytes | Path | BinaryIO | Iterable[bytes]) -> Iterator[bytes
         with source.open("rb") as stream:
             yield from iter(partial(stream.read, PIECE), b"")
     elif hasattr(source, "read"):
-        yield from iter(partial(source.read, PIECE), b"")
+        yield from iter(partial(cast(BinaryIO, source).read, PIECE), b"")
     else:
         yield from source

@@ -78,10 +78,11 @@ def _convert(path: Path, folder: Path, dtype: torch.dtype) -> None:
     config = _config(path, reader)
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**where)
-        model, report = AutoModelForCausalLM.from_pretrained(
+        tokenizer: Any = AutoTokenizer.from_pretrained(**where)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             **where, config=config, dtype=dtype, output_loading_info=True
         )
+        model, report = loaded
     except Exception as error:
         raise ModelRefused(f"transformers cannot load {path}: {error}") from error
     if lost := [*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]:
@@ -190,7 +191,8 @@ def _llama3(config: PretrainedConfig, divisors: torch.Tensor) -> dict[str, Any] 
 
     for known in _LLAMA3:
         scaling = {"rope_type": "llama3", "original_max_position_embeddings": 8192, **known}
-        tried = type(config)(**{**config.to_dict(), "rope_parameters": {**config.rope_parameters, **scaling}})
+        given: Any = {**config.to_dict(), "rope_parameters": {**config.rope_parameters, **scaling}}
+        tried = type(config)(**given)
         scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](tried, device="cpu")
         plain = config.rope_parameters["rope_theta"] ** -(torch.arange(len(scaled)) / len(scaled))
         if len(scaled) == len(divisors) and torch.allclose(plain / scaled, divisors.float(), rtol=1e-3):

@@ -210,7 +210,7 @@ def running(step: Step | Attends | ForwardTrace) -> Iterator[None]:
 
 
 def _attention(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

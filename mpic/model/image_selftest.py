@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 import torch
 from PIL import Image
@@ -71,6 +72,7 @@ def prompt_of(loaded: LoadedModel, chunks: Sequence[ChunkInputs]) -> tuple[RowIn
         parts = [(text, loaded.embed(text), torch.arange(n).expand(loaded.mrope, -1), n, None)]
         if number < len(chunks):
             one = chunks[number]
+            assert one.embeds is not None
             parts.append(
                 (one.token_ids, one.embeds.to(parts[0][1]), one.positions, one.rotary_length, one.deepstack)
             )
@@ -94,6 +96,7 @@ def _stock(loaded: LoadedModel, ids: torch.Tensor, images: list[Image.Image]) ->
         extra["pixel_values"] = extra["pixel_values"].to(loaded.dtype)
     name = types_name(loaded.model)
     if name is not None and (loaded.mrope == 3 or loaded.scope is not None):
-        extra[name] = token_types(loaded.scope, ids == loaded.image_token_id)[None].to(loaded.device)
+        seen = cast(torch.Tensor, ids == loaded.image_token_id)
+        extra[name] = token_types(loaded.scope, seen)[None].to(loaded.device)
     with stock_attention(loaded):
         return loaded.model(input_ids=ids[None].to(loaded.device), **extra, use_cache=False).logits[0].float()

@@ -8,7 +8,7 @@ is asked about several. It runs without the vision encoder.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from PIL import Image
 
@@ -125,7 +125,7 @@ def _prompt_of(loaded: LoadedModel, images: list[Image.Image], as_one: bool = Fa
 
 
 def _count(loaded: LoadedModel, ids: list[int]) -> int:
-    return ids.count(loaded.image_token_id)
+    return ids.count(cast(int, loaded.image_token_id))
 
 
 def _cut(loaded: LoadedModel, ids: list[int]) -> tuple[list[int], list[int], list[int]]:

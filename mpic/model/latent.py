@@ -152,6 +152,7 @@ def _projection(
 ) -> tuple[nn.Linear, LatentLayer] | None:
     """Returns the projection from which a layer computes its keys and values, if it has one and latents are smaller."""
     heads, rows, size = seen.key.shape
+    assert isinstance(kind.rotary, Rotary)
     still, limit = kind.rotary.start, limit_of(seen.module)
     if not alike(seen.key[:1, :, still:].expand(heads, -1, -1), seen.key[:, :, still:], limit):
         return None

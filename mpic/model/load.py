@@ -207,7 +207,8 @@ def load_weights(
     if packed and elsewhere:  # some quantised models cannot be moved once they are loaded
         options["device_map"] = {"": device}
     try:
-        model, report = auto.from_pretrained(path, output_loading_info=True, **options)
+        loaded: Any = auto.from_pretrained(path, output_loading_info=True, **options)
+        model, report = loaded
     except Exception as error:
         _refuse_own_code(path, trust_remote_code, error)
         raise ModelRefused(f"the weights at '{path}' could not be loaded: {error}") from error

@@ -68,10 +68,12 @@ class LoadedModel:
         name: str = "model",
         kv_dtype: torch.dtype | None = None,
     ) -> None:
-        self.model = model.eval().requires_grad_(False)
+        self.model: Any = model.eval().requires_grad_(
+            False
+        )  # torch declares nothing of what transformers adds
         self.processor = processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
-        self.config = model.config
+        self.config: Any = model.config
         self.text_config = self.config.get_text_config()
         refuse_unsupported(self.config, self.text_config)
         self.text_model: nn.Module = decoder_of(self.model)
@@ -303,7 +305,7 @@ class LoadedModel:
         kv_heads = facts.kv_heads if self.is_uneven else None
         if self.streams:
             return self.streams[kind].rows(calls, facts.heads, facts.rotary.rotations, kv_heads)
-        return Singles.of(calls, self.partial, facts.rotary.rotations, kv_heads)
+        return Singles.of(calls, self.partial, facts.rotary.rotations, kv_heads)  # ty: ignore[invalid-explicit-return] (its rows cannot be set)
 
     def kind_calls(self, kind: int, calls: list[SpanCall]) -> hooks.KindCalls:
         """Returns the calls of blocks of rows in a step, for layers of a kind."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -33,8 +33,8 @@ class KernelLinear(nn.Linear):
     """A linear layer whose products are a kernel's for the numbers of rows for which there is one, where nothing is to
     be differentiated."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        own = self._parameters  # a module's attributes are slow, and a step calls dozens of these
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # ty: ignore[lost-keyword-for-regular-parameter] (nothing names it)
+        own: Any = self._parameters  # a module's attributes are slow, and a step calls dozens of these
         weight, bias = own["weight"], own["bias"]
         kernels = self._kernels_for(x, weight)
         if kernels is not None:
@@ -93,7 +93,7 @@ def use_kernels(model: nn.Module, text_model: nn.Module) -> KernelsUsed:
         kernels = products.load(parameter.dtype)
     except KernelUnavailable as error:
         return KernelsUsed(note=str(error))
-    head = model.get_output_embeddings()
+    head = cast(Any, model).get_output_embeddings()
     everywhere = model if kernels.blocks is not None else text_model
     candidates = {id(module) for module in (*everywhere.modules(), head)}
 
@@ -115,7 +115,7 @@ class OneCallNorm(nn.Module):
     epsilon: float
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        weight = self._parameters["weight"]
+        weight: Any = self._parameters["weight"]
         return weight * torch.rms_norm(hidden_states, weight.shape, None, self.epsilon)
 
 
@@ -130,7 +130,7 @@ def use_one_call(text_model: nn.Module) -> None:
         if epsilon is None or not _is_same(module, epsilon, parameter.dtype):
             return None
         norm = _over(OneCallNorm, module)
-        norm.epsilon = epsilon
+        cast(OneCallNorm, norm).epsilon = epsilon
         return norm
 
     _replace(text_model, own)
@@ -149,7 +149,7 @@ def _epsilon(module: nn.Module) -> float | None:
 @torch.inference_mode()
 def _is_same(norm: nn.Module, epsilon: float, dtype: torch.dtype) -> bool:
     """Returns whether a norm gives what ``OneCallNorm`` would give, for rows of very different sizes."""
-    weight = norm.weight
+    weight: Any = norm.weight
     rows = torch.randn(_ROWS, len(weight), generator=torch.Generator().manual_seed(0))
     rows = (rows * torch.logspace(-4, 4, _ROWS)[:, None]).to(dtype)
     rows = rows.to(weight.device)

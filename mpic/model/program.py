@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -57,7 +58,7 @@ class Program:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         text_model: nn.Module,
         rotary: Rotary,
         axes: torch.Tensor,
@@ -143,7 +144,7 @@ class Unfused(Exception):
     """A model, or a step, cannot be fused; the message says why."""
 
 
-def read_decoder(text_model: nn.Module, scale: float) -> DecoderWeights:
+def read_decoder(text_model: Any, scale: float) -> DecoderWeights:
     """Returns the weights of a decoder.
 
     Args:
@@ -169,7 +170,7 @@ def read_decoder(text_model: nn.Module, scale: float) -> DecoderWeights:
     return DecoderWeights(layers, last, *epsilons, *(head_epsilons or {0.0}), scale)
 
 
-def _layer(name: str, layer: nn.Module, epsilons: set[float], head_epsilons: set[float]) -> LayerWeights:
+def _layer(name: str, layer: Any, epsilons: set[float], head_epsilons: set[float]) -> LayerWeights:
     attention, mlp = layer.self_attn, layer.mlp
     _refuse_parts(f"the attention of {name}", attention, _LINEAR, _HEAD_NORMS)
     _refuse_parts(f"the MLP of {name}", mlp, {*_MLP, "act_fn"})
@@ -180,12 +181,17 @@ def _layer(name: str, layer: nn.Module, epsilons: set[float], head_epsilons: set
         raise Unfused(f"{name} has a norm for queries or for keys alone")
     query, key = (None if norm is None else _norm(name, norm, head_epsilons) for norm in norms)
     return LayerWeights(
-        _norm(name, layer.input_layernorm, epsilons),
-        *(_product(name, getattr(attention, part)) for part in ("q_proj", "k_proj", "v_proj")),
-        *(query, key),
-        _product(name, attention.o_proj),
-        _norm(name, layer.post_attention_layernorm, epsilons),
-        *(_product(name, getattr(mlp, part)) for part in ("gate_proj", "up_proj", "down_proj")),
+        before_attention=_norm(name, layer.input_layernorm, epsilons),
+        query=_product(name, attention.q_proj),
+        key=_product(name, attention.k_proj),
+        value=_product(name, attention.v_proj),
+        query_norm=query,
+        key_norm=key,
+        output=_product(name, attention.o_proj),
+        before_gate=_norm(name, layer.post_attention_layernorm, epsilons),
+        gate=_product(name, mlp.gate_proj),
+        up=_product(name, mlp.up_proj),
+        down=_product(name, mlp.down_proj),
     )
 
 
@@ -207,7 +213,7 @@ def _norm(name: str, norm: nn.Module, epsilons: set[float]) -> torch.Tensor:
     if not isinstance(norm, OneCallNorm):
         raise Unfused(f"{name} has a norm that is not weight * rms_norm(x) to the last bit")
     epsilons.add(norm.epsilon)
-    return norm.weight
+    return cast(torch.Tensor, norm.weight)
 
 
 def _product(name: str, layer: nn.Module) -> Product:

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpic.errors import ModelRefused
-from mpic.kernels.attention import SpanCall, Write
+from mpic.kernels.attention import KVView, SpanCall, Write
 from mpic.kernels.decoder import WholeDecoder
 from mpic.kernels.span import Span
 from mpic.kernels.writes import RowWrites
@@ -124,8 +124,10 @@ def difference(loaded: LoadedModel, program: Program) -> float:
         counts = {min(rows, decoder.most_rows) for rows in counts}
     except Unfused:  # then no step begins with tokens
         pass
-    steps = [(ways, rows, functools.partial(_single_step, loaded, rows)) for rows in sorted(counts)]
-    in_parts = [loaded.forward, program.run, _in_parts(program.run)]
+    steps: list[tuple[list[Run], int, Callable[[], ProofStep]]] = [
+        (ways, rows, functools.partial(_single_step, loaded, rows)) for rows in sorted(counts)
+    ]
+    in_parts: list[Run] = [loaded.forward, program.run, _in_parts(program.run)]
     steps.append((in_parts, _BLOCKS[-1][1] + 1, functools.partial(_block_step, loaded)))
     try:
         error = max(_difference(loaded, *step) for step in steps)
@@ -164,7 +166,9 @@ def _from_tokens(program: Program, decoder: WholeDecoder) -> Run:
     """Returns the way that begins with the rows' tokens."""
 
     def run(inputs: RowInputs, positions: torch.Tensor, step: Step, wanted: torch.Tensor) -> torch.Tensor:
-        decoder.use(step.kinds[0].singles, step.single_writes)
+        singles: Any = step.kinds[0].singles
+        assert step.single_writes is not None
+        decoder.use(singles, step.single_writes)
         decoder.rotate(*(table[None] for table in program.rotations(positions)))
         return decoder(inputs.ids.tolist(), 0).float()[wanted]
 
@@ -207,11 +211,17 @@ def _pool(loaded: LoadedModel) -> Pool:
     return pool
 
 
+def _kv(pool: Pool, tokens: int) -> KVView:
+    extent = pool.alloc(tokens)
+    assert extent is not None  # the pool has the size of all
+    return pool.kv(extent)
+
+
 def _single_step(loaded: LoadedModel, rows: int) -> ProofStep:
     """Returns a step of rows that stand alone."""
     pool = _pool(loaded)
-    chunk = pool.kv(pool.alloc(_CHUNK))
-    own = [pool.kv(pool.alloc(length + 1)) for length in _LENGTHS[:rows]]
+    chunk = _kv(pool, _CHUNK)
+    own = [_kv(pool, length + 1) for length in _LENGTHS[:rows]]
     calls: list[SpanCall] = []
     for row, (view, length, base) in enumerate(zip(own, _LENGTHS[:rows], _BASES[:rows], strict=True)):
         calls.append(SpanCall(slice(row, row + 1), Span(view, 0, length + 1), first=True))
@@ -225,18 +235,18 @@ def _single_step(loaded: LoadedModel, rows: int) -> ProofStep:
 def _block_step(loaded: LoadedModel) -> ProofStep:
     """Returns a step of two blocks, of which some rows see a part of a chunk, and a row that stands alone."""
     pool = _pool(loaded)
-    chunk = pool.kv(pool.alloc(_CHUNK))
+    chunk = _kv(pool, _CHUNK)
     calls: list[SpanCall] = []
     writes: list[Write] = []
     for (lo, hi, before), base in zip(_BLOCKS, _BASES[1:3], strict=True):
-        view, rows = pool.kv(pool.alloc(before + hi - lo)), slice(lo, hi)
+        view, rows = _kv(pool, before + hi - lo), slice(lo, hi)
         own = Span(view, before, before + hi - lo)
         writes.append(Write(rows, own))
         calls.append(SpanCall(rows, own, causal=True, first=True))
         if before:
             calls.append(SpanCall(rows, Span(view, 0, before)))
         calls.append(SpanCall(slice(lo + 5, hi), Span(chunk, 4, _CHUNK, base=base)))
-    alone, last = pool.kv(pool.alloc(_LENGTHS[0] + 1)), _BLOCKS[-1][1]
+    alone, last = _kv(pool, _LENGTHS[0] + 1), _BLOCKS[-1][1]
     single = SpanCall(slice(last, last + 1), Span(alone, 0, _LENGTHS[0] + 1), first=True)
     kinds = [loaded.kind_calls(0, calls)._replace(singles=loaded.single_rows(0, [single]))]
     of_single = RowWrites(pool.arena, [last], [alone.data], [_LENGTHS[0]])
@@ -283,6 +293,7 @@ def _axes_and_scale(loaded: LoadedModel, half: int) -> tuple[torch.Tensor, float
         moved = none.clone()
         moved[axis] = _FAR
         there = loaded.probe(inputs, moved, 0, [4], [[]])
+        assert there.keys is not None and here.keys is not None
         turned = (there.keys != here.keys).any(0).any(0)
         axes[turned[:half] | turned[half : 2 * half]] = axis
     return axes, here.scale

@@ -17,7 +17,7 @@ A model that consists of experts for the most part is refused.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -41,6 +41,10 @@ LATENTS = "kv_b_proj"
 
 class Int8Linear(nn.Module):
     """``x W^T + b`` with ``W`` as 8-bit integers ``[out, in]`` and ``scale [out]``."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+    bias: torch.Tensor | None
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -117,7 +121,7 @@ def quantize_weights(model: nn.Module, method: str) -> dict[str, int | str]:
         ModelRefused: no layer can be replaced, or most weights of the decoder are not those of linear layers.
     """
     kind, before = {"int8": Int8Linear, "int4": Int4Linear}[method], weight_bytes(model)
-    layers = text_model_of(model).layers
+    layers = cast(nn.Module, text_model_of(model).layers)
     fitting, latents, kept = _linears(layers, method)
     others = _other_weights(layers)
     if not fitting:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -137,7 +138,7 @@ def beyond_rounding(loaded: LoadedModel, tolerance: float) -> float:
 @contextmanager
 def stock_attention(loaded: LoadedModel, name: str = "eager") -> Iterator[None]:
     """Makes a loaded model attend as an attention of transformers does."""
-    config = loaded.text_model.config
+    config: Any = loaded.text_model.config
     config._attn_implementation_internal = name
     try:
         yield

@@ -81,9 +81,10 @@ def stand_ins_of(model: nn.Module, text_model: nn.Module, image_token_id: int | 
         hook.remove()
     padding = getattr(text_model.config, "pad_token_id", None)
     for token in (image_token_id, padding, 0):
-        if token is not None and torch.equal(
-            given[0][0], per_layer_inputs(text_model, torch.tensor([token]))[0]
-        ):
+        if token is None:
+            continue
+        looked_up = per_layer_inputs(text_model, torch.tensor([token]))
+        if looked_up is not None and torch.equal(given[0][0], looked_up[0]):
             return {image_token_id: token}
     raise ModelRefused("its layers have embeddings for the tokens of an image that no token of text has")
 

@@ -58,7 +58,7 @@ class ModelKernel(NamedTuple):
 class TritonKernel(ModelKernel):
     """Kernels whose tables have the size of one step, and can be advanced."""
 
-    kinds: Sequence[TritonStep]
+    kinds: Sequence[TritonStep]  # ty: ignore[invalid-named-tuple-override] (a narrower type for the same field)
 
     def advance(self) -> TritonKernel | None:
         """Returns the kernels of the same single rows one step later; see ``TritonStep.advance``."""
@@ -170,7 +170,7 @@ class TritonAttention:
     def located(self, entry: Entry, anchor: torch.Tensor) -> Entry:
         """Returns the entry with a span whose source is its place in memory relative to the anchor."""
         strides = self._step.strides_of(entry.span.source.data, anchor)
-        return entry._replace(span=entry.span._replace(source=strides))
+        return entry._replace(span=entry.span._replace(source=strides))  # ty: ignore[invalid-explicit-return] (its own class)
 
 
 class StaticKernel(ModelKernel):
@@ -223,7 +223,7 @@ class StaticAttention:
         attention, arena = self._attention, self._arena
         located = [attention.located(write, arena) for write in writes]
         return all(
-            step.fill(attention.calls(kind, calls, arena), located, kind.rotary.rotation)
+            step.fill(attention.calls(kind, calls, arena), located, kind.rotary.rotation)  # ty: ignore[missing-attribute] (a static step)
             for step, kind, calls in zip(kernel.kinds, attention.kinds, kinds, strict=True)
         )
 

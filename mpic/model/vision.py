@@ -50,7 +50,7 @@ def image_inputs(model: VisionModel, image: Image.Image) -> ChunkInputs:
     """
     if not model.has_vision or model.processor is None or model.image_token_id is None:
         raise UnsupportedModality(f"model {model.info.name} does not take images")
-    inner = inner_of(model.model)
+    inner: Any = inner_of(model.model)
     made, texts = process_images(model.processor, [image])
     given = _given(model, inner.get_image_features, made)
     features, deep = _features(model, inner.get_image_features(**given))
@@ -90,7 +90,7 @@ def image_tokens(model: VisionModel, text: str) -> list[int]:
     inner = cut[1]
     between = inner.replace(token, "")
     if not between:  # by far the most; a tokenizer takes its time for thousands of tokens
-        return [model.image_token_id] * (len(inner) // len(token))
+        return [model.image_token_id] * (len(inner) // len(token))  # ty: ignore[invalid-explicit-return] (vision models have one)
     return list(model.tokenizer(inner, add_special_tokens=False)["input_ids"])
 
 
@@ -151,7 +151,7 @@ def clip_inputs(model: VisionModel, clip: Clip) -> ChunkInputs:
     """
     if model.no_clips is not None:
         raise UnsupportedModality(model.no_clips)
-    inner = inner_of(model.model)
+    inner: Any = inner_of(model.model)
     with memory.set_aside(bytes_needed(model.processor.video_processor, clip), "encoding the clip"):
         made = processed(model.processor, [clip], [model.processor.video_token])
     ids, kinds = made["input_ids"][0], made["mm_token_type_ids"][0]
@@ -186,7 +186,7 @@ def processed(processor: Any, clips: list[Clip], text: list[str]) -> Mapping[str
 
 
 def _positions_and_next(
-    model: VisionModel, inner: nn.Module, ids: torch.Tensor, kinds: torch.Tensor, made: Mapping[str, Any]
+    model: VisionModel, inner: Any, ids: torch.Tensor, kinds: torch.Tensor, made: Mapping[str, Any]
 ) -> torch.Tensor:
     """Returns ``[3, n + 1]`` rotary positions of a clip's tokens and, last, of the token of text that follows it.
 

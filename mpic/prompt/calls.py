@@ -23,7 +23,7 @@ from mpic.prompt.probes import TEMPLATE_ERRORS, A, B, C
 from mpic.prompt.segments import Segment
 from mpic.prompt.template import ChatTemplate
 
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "search_references",

@@ -159,7 +159,9 @@ class _TemplateProbe:
     def _images(self) -> dict[str, Any]:
         """Finds the first shape of an image part that the template accepts, and the effect of the part."""
         token = self._image_token
-        for image in IMAGE_SHAPES if token else ():
+        if not token:
+            return {}
+        for image in IMAGE_SHAPES:
             order = _places(self._parts(_text(A), image, _text(B), image, _text(C)), token)
             if order is None:
                 continue
@@ -173,7 +175,9 @@ class _TemplateProbe:
 
     def _videos(self) -> dict[str, Any]:
         token = self._video_token
-        for video in VIDEO_SHAPES if token else ():
+        if not token:
+            return {}
+        for video in VIDEO_SHAPES:
             if _places(self._parts(_text(A), video, _text(B), video, _text(C)), token) == "AIBIC":
                 return {"video": video}
         return {}

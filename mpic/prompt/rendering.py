@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from mpic.cancel import checkpoint
 from mpic.errors import BadRequest, UnsupportedModality, UnsupportedParameter
@@ -64,7 +64,7 @@ class Rendering:
         groups: list[str | dict[str, Any]] = []
         last: int | None = None
         for item in items:
-            if item in self.parts:
+            if isinstance(item, Ref) and item in self.parts:
                 groups.append(self._part(item, atoms))
                 continue
             part = item.part if isinstance(item, Text) else None
@@ -78,7 +78,7 @@ class Rendering:
             self.calls.append((call["function"]["name"], f"{message.param}.tool_calls[{i}]"))
         content: Any = [{"type": "text", "text": g} if isinstance(g, str) else g for g in groups]
         if not as_parts or (as_string and message.is_string and all(isinstance(g, str) for g in groups)):
-            content = "\n".join(groups)
+            content = "\n".join(cast(list[str], groups))
         fields = {k: self.placeholders.tree(v, self.guard.is_plain) for k, v in message.fields.items()}
         return {"role": message.role, "content": content, **fields}
 
@@ -127,7 +127,7 @@ class Rendering:
         images = [isinstance(item, Ref) and item.chunk.kind == "image" for item in items]
         in_front = images == sorted(images, reverse=True)
         if as_parts and (self.abilities.order == "word" or (self.abilities.order == "first" and in_front)):
-            self.parts.update(item for item, image in zip(items, images) if image)
+            self.parts.update(cast(Ref, item) for item, image in zip(items, images) if image)
         return items
 
     def _close_up(self, items: list[Text | Ref]) -> Iterator[Text | Ref]:

@@ -117,4 +117,4 @@ def _offsets(encoding: Encoding) -> list[tuple[int, int]]:
     threads."""
     if len(encoding) <= SLICE:
         return encoding.offsets
-    return [encoding.token_to_chars(i) for i in range(len(encoding))]
+    return [encoding.token_to_chars(i) for i in range(len(encoding))]  # ty: ignore[invalid-explicit-return] (None: special tokens, and there are none)

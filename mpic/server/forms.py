@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, cast
 from urllib.parse import unquote_to_bytes
 
 from python_multipart.multipart import parse_options_header
@@ -92,6 +92,8 @@ async def read_form(request: Request, arriving: Callable[[str], Arriving]) -> Fo
 class FormFile(UploadFile):
     """A file of a form. Its ``file`` is ``Arriving``: the library has what has arrived."""
 
+    file: Any
+
     async def write(self, data: bytes) -> None:
         await self.file.write(data)
 
@@ -133,8 +135,8 @@ class _UploadParser(MultiPartParser):
         super().on_headers_finished()
         if part.file is not None:
             arriving = self._arriving(cut(part.field_name))
-            part.file = FormFile(arriving, filename=part.file.filename, headers=part.file.headers)
-            self._files_to_close_on_error.append(arriving)
+            part.file = FormFile(cast(Any, arriving), filename=part.file.filename, headers=part.file.headers)
+            self._files_to_close_on_error.append(cast(Any, arriving))
 
     def on_part_data(self, data: bytes, start: int, end: int) -> None:
         if self._current_part.file is None:

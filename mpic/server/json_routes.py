@@ -4,7 +4,7 @@ Forms of these routes are bounded, too (``forms``)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
@@ -44,14 +44,14 @@ def is_quick(body: bytes | bytearray) -> bool:
 class _JsonRequest(Request):
     route: JSONRoute
 
-    async def body(self) -> bytearray:  # type: ignore[override]
+    async def body(self) -> bytearray:  # ty: ignore[incompatible-method-override] (Starlette reads it as bytes)
         """Reads the body into one growing buffer; joining the pieces at the end would hold up the event loop."""
         if not hasattr(self, "_body"):
             body = bytearray()
             async for piece in self.stream():
                 body += piece
             self._body = body
-        return self._body
+        return cast(bytearray, self._body)
 
     async def json(self) -> Any:
         """Returns the route's model, validated, or None for ``null``."""
@@ -64,7 +64,7 @@ class _JsonRequest(Request):
                 body.clear()  # or the text would be held twice until the answer has ended
         return self._json
 
-    async def form(self) -> FormData:  # type: ignore[override]
+    async def form(self) -> FormData:  # ty: ignore[incompatible-method-override] (FastAPI only awaits it)
         """Returns the form of an upload, see ``read_form``."""
         if self._form is None:
             self._form = await read_form(self, self.app.state.mpic.library.files.arriving)
@@ -107,7 +107,7 @@ class JSONRoute(APIRoute):
         except TooMuch as error:
             raise self.refusal(error, state) from None
         assert self.body_field is not None
-        model: type[BaseModel] = self.body_field.field_info.annotation  # type: ignore[assignment]
+        model = cast(type[BaseModel], self.body_field.field_info.annotation)
         if value is None:
             return None
         try:

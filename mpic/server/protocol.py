@@ -64,6 +64,8 @@ class HTTPConnection(HttpToolsProtocol):
         uvicorn: the arguments of uvicorn's own protocol.
     """
 
+    parser: Any  # httptools' own; None once the connection has been lost
+
     def __init__(self, registry: Connections, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
         self.registry = registry
@@ -271,7 +273,8 @@ class HTTPConnection(HttpToolsProtocol):
         self._answering = cycle
         if cycle.scope["http_version"] == "1.0":
             app = partial(_without_chunks, app, cycle)
-        super()._start_asgi_task(cycle, partial(_answered, app, cycle))
+        answered: Any = partial(_answered, app, cycle)
+        super()._start_asgi_task(cycle, answered)
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)

@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, cast
 
 import uvicorn
 
@@ -72,13 +72,13 @@ def uvicorn_config(app: FastAPI, config: ServerConfig, connections: Connections)
     accepted from trusted proxies alone."""
     return uvicorn.Config(
         app,
-        http=partial(HTTPConnection, connections),  # type: ignore[arg-type]
+        http=partial(HTTPConnection, connections),  # ty: ignore[invalid-argument-type] (it only calls it)
         ws="none",
         backlog=BACKLOG,
         log_level=config.log_level,
         access_log=config.log_level == "debug",
-        timeout_keep_alive=config.keep_alive_seconds,  # type: ignore[arg-type]
-        timeout_graceful_shutdown=config.grace_seconds,  # type: ignore[arg-type]
+        timeout_keep_alive=config.keep_alive_seconds,  # ty: ignore[invalid-argument-type] (asyncio takes fractions)
+        timeout_graceful_shutdown=config.grace_seconds,  # ty: ignore[invalid-argument-type] (as above)
         forwarded_allow_ips=[str(network) for network in proxies(config)],
         server_header=False,
     )
@@ -91,7 +91,7 @@ def build(config: Config, on_stage: Callable[[str], None] = lambda stage: None) 
     Args:
         on_stage: called with each stage that begins.
     """
-    import transformers
+    import transformers.utils.logging
 
     from mpic.engine import load_engine
     from mpic.library import Library
@@ -103,10 +103,11 @@ def build(config: Config, on_stage: Callable[[str], None] = lambda stage: None) 
 
     memory.few_arenas()
     transformers.utils.logging.disable_progress_bar()
-    host, host_bytes, limits = "none", None, config.library.limits()
+    host: Literal["none", "plain", "pinned"] = "none"
+    host_bytes, limits = None, config.library.limits()
     if config.engine.engine == "native":
         device = choose_device(config.engine.device).type
-        host = {"cpu": "none", "cuda": "pinned"}.get(device, "plain")
+        host = "none" if device == "cpu" else "pinned" if device == "cuda" else "plain"
         if device == "cuda":
             config, limits = with_staging(config, limits)
     else:  # vLLM's scheduler holds what it has read, on whatever device
@@ -123,7 +124,7 @@ def build(config: Config, on_stage: Callable[[str], None] = lambda stage: None) 
         undo.callback(library.close)
         on_stage(f"loading and checking the model {Path(config.engine.model).name}")
         proofs = Proofs(Path(config.library.data_dir) / NAME, config.engine.self_test == "always")
-        engine, processor = load_engine(config.engine, library.store, host_bytes, proofs)
+        engine, processor = load_engine(config.engine, library.store, host_bytes, proofs)  # ty: ignore[invalid-argument-type] (a TieredStore takes some of its methods from its disk)
         undo.callback(engine.close)
         app = create_app(engine, library, ChatTemplate(processor), config)
         undo.pop_all()  # the application closes both
@@ -165,7 +166,7 @@ class _UvicornServer(uvicorn.Server):
         self.shutdown_timer.closed()
 
     def _welcome(self) -> str:
-        state: State = self.config.app.state.mpic  # type: ignore[union-attr]
+        state: State = cast("FastAPI", self.config.app).state.mpic
         info, config = state.engine.info, state.config
         weights = ""
         if quantized := info.details.get("quantization"):

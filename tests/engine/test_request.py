@@ -14,8 +14,14 @@ LIFE = [Status.WAITING, Status.RUNNING, Status.SEARCHING, Status.PREEMPTED, Stat
 LIFE += [Status.RUNNING, Status.FINISHED]
 
 
+def bare(**given):
+    """A request that is not generated from."""
+    parts = dict.fromkeys(("spec", "prompt", "stream", "sampler", "detokenizer"))
+    return Request([], torch.zeros(1, 0), **parts, **given)
+
+
 def test_a_request_goes_through_its_life_and_nothing_follows_the_end():
-    request = Request([], torch.zeros(1, 0))
+    request = bare()
     for status in LIFE[1:]:
         request.become(status)
         assert request.status is status
@@ -35,7 +41,7 @@ def test_a_request_goes_through_its_life_and_nothing_follows_the_end():
     ],
 )
 def test_a_status_that_may_not_follow_is_refused(status, next):
-    request = Request([], torch.zeros(1, 0), status=status)
+    request = bare(status=status)
     with pytest.raises(IntegrityError, match=f"from {status.name} to {next.name}"):
         request.become(next)
     assert request.status is status

@@ -64,7 +64,7 @@ def write_weights(
     checkpoint.save(model, decoder, path)
     file = made / "bench.gguf" if gguf else None
     if file is not None:
-        write_gguf(model, file)  # type: ignore[arg-type]
+        write_gguf(model, file)
     description = describe(model, decoder)
     del model
     gc.collect()

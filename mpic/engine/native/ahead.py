@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -69,7 +69,7 @@ class Ahead:
             return
         if self._executor.reuses_logits:
             drawing.keep_logits()
-        requests = [part.rows for part in slices]
+        requests: list[Any] = [part.rows for part in slices]
         with ExitStack() as longer:
             for request in requests:
                 longer.enter_context(request.with_next())
@@ -127,7 +127,7 @@ def _continues(part: BatchSlice) -> bool:
 
 
 def _goes_on(part: BatchSlice, extent: Extent, token: int) -> bool:
-    request = part.rows
+    request: Any = part.rows
     return (
         request.status is Status.RUNNING
         and request.extent is extent

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from mpic.kernels.span import Span
 from mpic.kv.chunk import ChunkInputs, KVKey
-from mpic.kv.device import Resident
 from mpic.kv.pool import Extent
 from mpic.model.bidirectional import Scope
 from mpic.model.hooks import Observed
@@ -38,7 +37,7 @@ class Rows:
     ids: list[int]
     positions: torch.Tensor
     embedded: list[EmbeddedTokens] = field(default_factory=list)
-    extent: Extent | None = None
+    extent: Any = None  # an Extent while they are admitted
     spans: list[Span[Extent]] = field(default_factory=list)
     mapped: int = 0
     computed: int = 0
@@ -69,7 +68,7 @@ class CompileJob(Rows):
     """A chunk that is being compiled behind ``sink`` BOS tokens; its extent is the resident's. ``observed`` keeps the
     queries that its press needs. ``began`` is when it was begun, as ``Tombstones`` count it."""
 
-    resident: Resident | None = None
+    resident: Any = None  # a Resident once it is begun
     observed: Observed | None = None
     block: tuple[int, int] | None = None
     began: float = 0.0

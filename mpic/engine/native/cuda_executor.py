@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -301,7 +302,7 @@ def _random_rows(executor: CudaExecutor, computed: Sequence[int], block: int = 0
         IntegrityError: the pool has no room.
     """
     pool, tokens = executor.pool, [n or block for n in computed]
-    extents = [pool.alloc(n) for n in (24, *(own + 4 for own in tokens))]
+    extents: list[Any] = [pool.alloc(n) for n in (24, *(own + 4 for own in tokens))]
     try:
         if None in extents:
             raise IntegrityError("the pool is too small to compare steps")

@@ -114,7 +114,7 @@ class Decider:
         probe = self._model.probe(row_inputs(self._model, slices, starts), positions, layer, lengths, blocks)
         seen = (probe.keys, probe.values, probe.queries)
         return [
-            Look(*(x[:, start:end] for x in seen), probe.scale)
+            Look(*(x[:, start:end] for x in seen), probe.scale)  # ty: ignore[not-subscriptable] (a probe that ran has them)
             for start, end in zip(starts, ends, strict=True)
         ]
 

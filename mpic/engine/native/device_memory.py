@@ -161,7 +161,8 @@ class DeviceMemory:
     ) -> None:
         """Assigns chunks the residents that are held for them, and starts to read or compile the new ones."""
         for linked in chunks:
-            linked.resident = self.device.get(linked.key)
+            held = linked.resident = self.device.get(linked.key)
+            assert held is not None
             first_time = linked.tier == "none"
             if linked in added:
                 if linked.stored is not None:
@@ -169,17 +170,17 @@ class DeviceMemory:
                     self._load(linked, arrived)
                 else:
                     linked.tier = "compiled"
-                    self._compile(linked.resident)
+                    self._compile(held)
             elif first_time:
-                making = "compiled" if linked.resident.state is ChunkState.COMPILING else "disk"
-                linked.tier = "device" if linked.resident.ready else making
+                making = "compiled" if held.state is ChunkState.COMPILING else "disk"
+                linked.tier = "device" if held.ready else making
             if first_time:
                 self.device.counters["chunk_requests"] += 1
                 self.device.counters["chunk_hits"] += linked.tier == "device"
-                if linked.resident.state in (ChunkState.READY, ChunkState.COMPILING):
+                if held.state in (ChunkState.READY, ChunkState.COMPILING):
                     self.device.counters[f"chunks_from_{linked.tier}"] += 1
                 else:
-                    self._loading[linked.resident] += 1
+                    self._loading[held] += 1
         for linked, resident in added.items():
             if self._tombstones.key_since(arrived, linked.key):
                 self.device.drop(resident)

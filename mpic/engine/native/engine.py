@@ -103,7 +103,7 @@ class NativeEngine(Engine):
         self.executor = executor_for(model, self.pool, budget, max_running, cuda_graphs)
         self.device = DeviceCache(self.pool)
         if store is not None:
-            store = CheckedStore(store, model.expected(adapter))
+            store = CheckedStore(store, model.expected(adapter))  # ty: ignore[invalid-assignment] (its root cannot be set)
         tombstones = self.tombstones = Tombstones()
         post, ended, threads = self._post, self._load_ended, loaders or loaders_for()
         presser = Presser(model, self.device, 0 if adapter is None else len(adapter.trailer))
@@ -275,7 +275,7 @@ class NativeEngine(Engine):
         for request in list(self.outputs.unfinished):
             self.outputs.fail(request, stopped)
         for item in self.scheduler.waiting:
-            item.future.set_exception(stopped)
+            item.future.set_exception(stopped)  # ty: ignore[missing-union-attribute] (requests failed above, and left)
         self.scheduler.waiting.clear()
         self.memory.fail_compiles(stopped)
 
@@ -363,7 +363,7 @@ class NativeEngine(Engine):
         row = computed = 0
         taken: dict[Request, int] = {}  # the requests whose tokens are drawn, with their rows
         for part in slices:
-            rows = part.rows
+            rows: Any = part.rows
             computed += part.hi - part.lo
             if isinstance(rows, CompileJob):
                 rows.computed = part.hi

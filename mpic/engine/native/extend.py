@@ -93,6 +93,7 @@ class Extender:
 
     def _outcome(self, request: Request, call: str, began: float, arrived: float) -> SearchOutcome:
         retrieval, links = request.spec.retrieval, {}
+        assert retrieval is not None  # only such requests search
 
         def link(hit: Hit) -> None:
             self._builder.check_presses([hit.chunk], request.spec.policy)

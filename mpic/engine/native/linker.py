@@ -111,6 +111,7 @@ class ChunkLinker:
         linked = [self._linked(one, policy, arrived) for one in sought]
         if policy.wrapping.packet:
             for one in linked:
+                assert self._adapter is not None  # or `recipe` refuses it
                 one.packet = len(self._adapter)
         return linked
 
@@ -142,6 +143,7 @@ class ChunkLinker:
         """Returns a chunk as its request links it, with inputs from the nearest place that has them."""
         chunk, key = one.chunk, one.key
         if one.resident is not None:
+            assert one.inputs is not None  # the resident's
             later = LaterChunk(self._store, key) if self._store is not None else None
             return LinkedChunk(chunk, key, one.inputs, later, "evicted")
         if one.inputs is not None and not policy.uses_chunks:
@@ -173,7 +175,7 @@ class ChunkLinker:
         """Returns a chunk as the tier below the device has it, if it is worth loading, or None."""
         stored = self._store.find([key]).get(key) if self._store is not None else None
         inputs = self._read_inputs(stored, chunk, key)
-        if inputs is None or not self._worth(stored, inputs):
+        if stored is None or inputs is None or not self._worth(stored, inputs):
             return None
         return LinkedChunk(chunk, key, inputs, stored, None)
 
@@ -206,7 +208,10 @@ class ChunkLinker:
         return inputs
 
     def _wrapped(self, inputs: ChunkInputs, key: KVKey) -> ChunkInputs:
-        return self._adapter.wrap(inputs, self._model.embed) if key.recipe.packet else inputs
+        if not key.recipe.packet:
+            return inputs
+        assert self._adapter is not None
+        return self._adapter.wrap(inputs, self._model.embed)
 
     def _make(self, chunk: Chunk) -> ChunkInputs:
         if chunk.token_ids is not None:

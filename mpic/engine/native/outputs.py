@@ -108,6 +108,7 @@ class Outputs:
     def _search(self, request: Request, call: str) -> str | None:
         """Pauses a request that has made a call, or returns the reason why it ends."""
         usage = request.usage
+        assert request.spec.retrieval is not None  # only such requests search
         if len(usage.retrieval) >= request.spec.retrieval.rounds:
             usage.retrieval += (RetrievalRound(call, at=usage.completion_tokens, error="rounds"),)
             return "stop"

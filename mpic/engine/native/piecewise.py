@@ -271,6 +271,7 @@ class PiecewiseSteps:
             layer.run(step, places)
         bucket.pieces[-1]()
         self.counters["piecewise_steps"] += 1
+        assert self._logits is not None  # since it was captured
         return self._logits[: len(wanted)]
 
     def _fill(

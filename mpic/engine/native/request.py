@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from mpic.engine.stream import DeltaStream
 from mpic.errors import IntegrityError
 from mpic.kernels.span import Span
 from mpic.kv.chunk import Chunk, ChunkInputs, KVKey
-from mpic.kv.device import Resident
 from mpic.kv.prefix import Item, Node
 from mpic.kv.store import LaterChunk, StoredChunk
 from mpic.link import LinkPlan, SegmentShape
@@ -72,7 +71,7 @@ class LinkedChunk:
     inputs: ChunkInputs
     stored: StoredChunk | LaterChunk | None
     reason: str | None
-    resident: Resident | None = None
+    resident: Any = None  # a Resident while the request is admitted
     tier: str = "none"
     ms: float = 0.0
     packet: int = 0
@@ -162,7 +161,8 @@ def own_tokens(
             continue
         segment, chunk = segments[part.segment], chunk_of.get(part.segment)
         if chunk is None or chunk.inputs.embeds is None:  # text: positions count up
-            new = list((segment if chunk is None else chunk.chunk).token_ids[part.lo : part.hi])
+            text: Any = segment if chunk is None else chunk.chunk
+            new = list(text.token_ids[part.lo : part.hi])
             positions = np.arange(part.lo + part.base, part.hi + part.base, dtype=np.int64)[None]
             columns.append(positions.repeat(mrope, 0))
             items += new
@@ -171,6 +171,7 @@ def own_tokens(
             new = inputs.token_ids[part.lo : part.hi].tolist()
             columns.append(inputs.positions.numpy()[:, part.lo : part.hi] + part.base)
             deepstack = None if inputs.deepstack is None else inputs.deepstack[:, part.lo : part.hi]
+            assert inputs.embeds is not None
             embedded.append(EmbeddedTokens(len(ids), inputs.embeds[part.lo : part.hi], deepstack))
             items += ((chunk.key.chunk.digest, j) for j in range(part.lo, part.hi))
         ids += new
@@ -187,19 +188,19 @@ class Times:
     resumed: float = 0.0  # its search ended; reset to 0 with the next token
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Request(Rows):
     """A request. Its rows are the own tokens of its prompt, the tokens it has generated, and those that retrieval has
     inserted between them (``extend.py``). ``items`` identify the rows in the prefix cache; ``path`` are the prefix
     nodes that it maps. ``outgrew``: it needed a larger extent and did not get one although nothing else ran.
     ``charged``: rows that its user's share counts already (``turns.py``)."""
 
-    spec: GenerationRequest = None
-    prompt: LinkedPrompt = None
+    spec: GenerationRequest
+    prompt: LinkedPrompt
     items: list[Item] = field(default_factory=list)
-    stream: DeltaStream = None
-    sampler: Sampler = None
-    detokenizer: Detokenizer = None
+    stream: DeltaStream
+    sampler: Sampler
+    detokenizer: Detokenizer
     arrived: float = 0.0
     max_tokens: int = 0
     path: list[Node] = field(default_factory=list)
@@ -310,7 +311,7 @@ class Request(Rows):
     def map(self) -> None:
         """Maps everything that its rows see: its prefix nodes at base 0, then its chunks. It must be called when the
         nodes have just been matched, because a node that is split later is only the rest of the one that was mapped."""
-        nodes = [node for node in self.path if node.own_tokens]
+        nodes: list[Any] = [node for node in self.path if node.own_tokens]  # own tokens have an extent
         self.spans = [Span(node.shared.extent, node.lo, node.lo + node.own_tokens) for node in nodes]
         self.map_chunks(self.prompt.needed)
 

@@ -9,7 +9,7 @@ tables are made.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -77,7 +77,8 @@ class PlacedSlice(NamedTuple):
         """Returns the attention calls of the rows in layers of a pattern, those over their own tokens first."""
         places = None if pattern.window is None else self.rows.places()[: self.hi]
         # every token is still inside the window
-        if places is not None and pattern.window.floor(places[-1:])[0] <= 0:
+        window: Any = pattern.window  # None where `places` is
+        if places is not None and window.floor(places[-1:])[0] <= 0:
             places = None
         own, blocks = self.fresh, self._blocks(pattern)
         if places is None:
@@ -88,7 +89,7 @@ class PlacedSlice(NamedTuple):
         if self.hi - self.lo > 1 or blocks:
             made = fresh_calls(pattern, self.start, places[self.lo :], own, before, blocks)
         else:
-            floors = pattern.window.floor(places[self.lo :])
+            floors = window.floor(places[self.lo :])
             skipped = int(Stretch(own._replace(lo=0), places[self.rows.mapped :]).skipped(floors)[0])
             made = [SpanCall(slice(self.start, self.start + 1), own._replace(lo=skipped), first=True)]
         return made + self._windowed_spans(pattern, places, blocks)
@@ -117,7 +118,8 @@ class PlacedSlice(NamedTuple):
         self, pattern: Pattern, places: np.ndarray, blocks: Sequence[tuple[int, int]]
     ) -> list[SpanCall]:
         """Returns the calls over mapped spans that the rows, at ``places[lo:]``, see through a window."""
-        made, mapped, window = [], 0, pattern.window
+        window: Any = pattern.window
+        made, mapped = [], 0
         for span in self.spans:
             stretch = Stretch(span, span.place)
             # the prefix cache's come first, and cover the tokens before its own
@@ -214,7 +216,7 @@ class StepTables:
         of layer, and their writes (None: written like blocks, because layers differ in their heads). They are the same
         objects as those of the last step where this one continues it."""
         if self._continues(alone) and not self._has_windows:
-            advanced = [rows.advance() for rows in self._singles]
+            advanced: list[Any] = [rows.advance() for rows in self._singles]
             if None not in advanced:
                 self._singles = advanced
                 if self._writes is not None:
@@ -239,10 +241,12 @@ class StepTables:
     def _whole(self, step: Step, alone: list[tuple[BatchSlice, int]]) -> StepKernel:
         """Returns the tables of a step of single rows for an implementation that takes it whole."""
         continues = self._continues(alone) and not self._has_windows
-        if continues and (advanced := self._kernel.advance()) is not None:
+        last: Any = self._kernel
+        if continues and (advanced := last.advance()) is not None:
             self.advanced += 1
         else:
             self.made += 1
+            assert self._model.triton is not None
             advanced = self._model.triton.prepare(step, len(alone))
         self._kernel = advanced
         return advanced
@@ -250,7 +254,9 @@ class StepTables:
     def _part(self, part: BatchSlice, start: int) -> PlacedSlice:
         rows, lo, hi = part
         own, before = self._pool.kv(rows.extent), lo - rows.mapped
-        spans = [span._replace(source=self._pool.kv(span.source)) for span in rows.spans]
+        spans: list[Any] = [
+            cast(Any, span)._replace(source=self._pool.kv(span.source)) for span in rows.spans
+        ]
         fresh = Span(own, before, before + hi - lo)
         return PlacedSlice(rows, lo, hi, start, fresh, spans, self._model.gathers_spans)
 

@@ -192,6 +192,7 @@ class Transfers:
         def read() -> Iterator[int | None]:
             if progress is None:
                 buffer.append(torch.empty(target.shape, dtype=target.dtype))
+            assert linked.stored is not None  # it is loaded
             stored = looked_up(linked.stored)
             yield from stored.read_layers(target if progress is not None else buffer[0])
 
@@ -226,6 +227,7 @@ class Transfers:
     def _read_beside(
         self, linked: LinkedChunk, target: torch.Tensor, load: ChunkLoad, queue: LoadQueue
     ) -> tuple[CopiedProgress, DeviceLoad]:
+        assert self._copies is not None and self._ring is not None and linked.stored is not None
         progress = CopiedProgress(self._signal, target.shape[0], self._copies)
         threads, fork = queue.threads, partial(queue.fork, load)
         return progress, DeviceLoad(linked.stored, target, progress, self._copies, self._ring, threads, fork)
@@ -243,7 +245,7 @@ class Transfers:
         if error is None:
             self.device.pool.trim(resident.extent)
             resident.become(ChunkState.READY)
-            linked.tier, reason = linked.stored.tier, None
+            linked.tier, reason = linked.stored.tier, None  # ty: ignore[missing-union-attribute] (it was loaded)
         else:
             resident.become(ChunkState.FAILED)
             self.device.shape(resident, pressed=False)
@@ -264,7 +266,7 @@ class Transfers:
     def _reason(self, linked: LinkedChunk, error: BaseException) -> str:
         if isinstance(error, NotFound):
             try:
-                return self._store.missing_reason(linked.key)
+                return self._store.missing_reason(linked.key)  # ty: ignore[missing-union-attribute] (it was loaded from it)
             except Exception:
                 # a busy catalogue, say: whoever waits for the chunk must learn that it is compiled
                 log.exception("the store could not say why chunk %s is missing", linked.key.chunk)
@@ -337,6 +339,7 @@ class Transfers:
         computed it."""
         try:
             kv = torch.empty(view.shape, dtype=view.dtype)
+            assert self._readback is not None  # it gave the mark
             with self._readback.behind(mark):
                 for layer, target in zip(view, kv, strict=True):  # a layer may be strided
                     self._readback.to_host(layer, target)
@@ -366,6 +369,7 @@ class Transfers:
         try:
             kv = read()
             if not self._tombstones.key_since(began, key):
+                assert self._store is not None
                 self._store.save(ChunkKV(key, inputs, kv))
         except Exception as error:
             log.warning("chunk %s could not be saved: %s", key.chunk, error)

@@ -24,7 +24,7 @@ from mpic.errors import CorruptFile, DatabaseBusy, IntegrityError, Unavailable
 from mpic.file_status import status_of
 from mpic.kv.chunk import ChunkKey
 from mpic.library.catalog.migrations import FIRST, MIGRATIONS
-from mpic.library.folder.layout import CACHE_SIDECAR, SIDECAR, path_of_row
+from mpic.library.folder.layout import CACHE_SIDECAR, SIDECAR, CatalogRow, path_of_row
 from mpic.library.records import File, Reference
 
 IDLE_READERS = 8
@@ -349,7 +349,7 @@ def to_row(record: File | Reference, root: Path) -> dict[str, Any]:
     }
 
 
-def from_row(row: Mapping[str, Any], root: Path) -> dict[str, Any]:
+def from_row(row: CatalogRow, root: Path) -> dict[str, Any]:
     """Returns the fields of the record that a row holds; the inverse of ``to_row``. Raises CorruptFile: no library
     gives such an id."""
     values = dict(row)

@@ -16,18 +16,18 @@ import shutil
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from mpic.database import PATIENCE, translated
 from mpic.durable import FileSystem, storage_error, write_durably
 from mpic.errors import BadRequest, DatabaseBusy, DatabaseDamaged, DatabaseFailed, Unavailable
 from mpic.keys import any_keys, mark_keys
 from mpic.library.catalog.database import NAME, Catalog
-from mpic.library.folder.layout import CATALOG, sidecar_of
+from mpic.library.folder.layout import CATALOG, CatalogRow, sidecar_of
 from mpic.library.folder.lock import BACKUP, Marker
 from mpic.library.folder.sidecars import Sidecars
 
@@ -210,7 +210,7 @@ class _Backup:
         sql = "SELECT 1 FROM files WHERE path = ?1 UNION ALL SELECT 1 FROM refs WHERE path = ?1"
         return self._live.one(sql, path) is not None
 
-    def _original(self, path: str, row: Mapping[str, Any]) -> bool:
+    def _original(self, path: str, row: CatalogRow) -> bool:
         """Copies an original; False if it is not there."""
         digest = self._take(path)
         if digest is None:

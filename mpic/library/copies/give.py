@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -64,7 +64,7 @@ def _file(library: Library, file: File, target: str, unnamed: dict[str, File]) -
         content = library.files.content(file.owner, file.id)
         held = _held(library, file, target, unnamed)
         ends = [one.expires_at for one in (file, held) if one is not None]
-        left = _left(library, None if None in ends else max(ends))
+        left = _left(library, _latest(ends))
         if held is not None and held.handle is None:
             kept = library.files.extend(target, held.id, left)
         else:
@@ -133,7 +133,7 @@ def _cache(library: Library, listed: Cache, target: str, held: dict[str, Cache])
         same = _readable(library, held.pop(_cache_traits(cache), None))
         if same is not None:
             ends = (cache.expires_at, same.expires_at)
-            library.caches.extend(target, same.id, _left(library, None if None in ends else max(ends)))
+            library.caches.extend(target, same.id, _left(library, _latest(ends)))
         else:
             texts = [library.files.content(source, chunk.file.id).decode() for chunk in cache.chunks]
             parts = [CachedText(text, chunk.start, chunk.end) for text, chunk in zip(texts, cache.chunks)]
@@ -161,6 +161,12 @@ def _readable(library: Library, cache: Cache | None) -> Cache | None:
     except CorruptFile:
         return None
     return cache
+
+
+def _latest(ends: Sequence[float | None]) -> float | None:
+    """Return the last of some times; None, which is never, is after all others."""
+    known = [end for end in ends if end is not None]
+    return max(known) if len(known) == len(ends) else None
 
 
 def _left(library: Library, expires_at: float | None) -> int | None:

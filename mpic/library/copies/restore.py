@@ -200,7 +200,7 @@ class _Bounded(io.RawIOBase):
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
-        self.seek, self.tell = stream.seek, stream.tell  # type: ignore[method-assign]
+        self.seek, self.tell = stream.seek, stream.tell
 
     def read(self, size: int = -1, /) -> bytes:
         if not 0 <= size <= LONGEST_READ:

@@ -25,12 +25,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from sqlite3 import Row
 from stat import S_ISREG
 from typing import Any
 
 from mpic.errors import LinkedFolder
 from mpic.kv.chunk import KVKey, digest
 from mpic.library.records import SHARED
+
+CatalogRow = Row | Mapping[str, Any]
+"""A row of a catalogue by column, as SQLite or a sidecar gives it."""
 
 CATALOG, LOCK = "catalog.sqlite", "lock"
 SIDECAR = ".json"
@@ -66,7 +70,7 @@ def chunk_path(key: KVKey) -> Path:
     return Path("kv", key.model[:12], owner_folder(key.owner), f"{key.digest}.safetensors")
 
 
-def path_of_row(table: str, row: Mapping[str, Any]) -> str | None:
+def path_of_row(table: str, row: CatalogRow) -> str | None:
     """Returns the path of the file that a row of ``files``, ``refs``, ``retired_refs`` or ``chunks`` describes,
     relative to the library's root; None if no library gives such an id.
 

@@ -54,7 +54,7 @@ class Incoming(io.BufferedIOBase):
     def sha256(self) -> str:
         return self._hash.hexdigest()
 
-    def write(self, data: bytes | bytearray) -> int:  # type: ignore[override]
+    def write(self, data: bytes | bytearray) -> int:  # ty: ignore[incompatible-method-override] (only what the library writes)
         """Appends all of the data, and returns its length.
 
         Raises:
@@ -129,7 +129,7 @@ class Incoming(io.BufferedIOBase):
     def __enter__(self) -> Incoming:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, *exc: object) -> None:  # ty: ignore[incompatible-method-override] (io names its parameters)
         self.discard()
 
     def __del__(self) -> None:  # a task that is cancelled while the file is made never sees this object

@@ -17,7 +17,7 @@ import hashlib
 import json
 import logging
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -30,7 +30,7 @@ from mpic import bounded_json
 from mpic.durable import FileSystem, write_durably
 from mpic.errors import CorruptFile, MPICError
 from mpic.kv.chunk import Kind
-from mpic.library.folder.layout import OWNER_SIDECAR, SIDECAR, owner_folder, sidecar_of
+from mpic.library.folder.layout import OWNER_SIDECAR, SIDECAR, CatalogRow, owner_folder, sidecar_of
 
 log = logging.getLogger(__name__)
 
@@ -102,8 +102,8 @@ class Sidecar:
     def of(
         cls,
         kind: SidecarKind,
-        row: Mapping[str, Any],
-        chunks: Iterable[Mapping[str, Any]] = (),
+        row: CatalogRow,
+        chunks: Iterable[CatalogRow] = (),
         replaces: str = "",
     ) -> Sidecar:
         """Returns the sidecar of a row.
@@ -177,7 +177,7 @@ class Sidecars:
         self._filesystem = filesystem
         self._if_undone = if_undone
 
-    def path(self, kind: SidecarKind, row: Mapping[str, Any]) -> Path:
+    def path(self, kind: SidecarKind, row: CatalogRow) -> Path:
         """Returns the path of a row's sidecar."""
         if kind in ("file", "reference"):
             return sidecar_of(self._root / row["path"])
@@ -289,15 +289,15 @@ def _model(kind: str) -> Any:
     }
 
     def model(columns: Iterable[str], **more: Any) -> Any:
-        fields = {column: (types[column], ...) for column in columns} | more
+        fields: Any = {column: (types[column], ...) for column in columns} | more
         return create_model("record", __config__=ConfigDict(strict=True), **fields)
 
     if kind == "cache":
-        return model(COLUMNS[kind], chunks=(list[model(CACHE_CHUNK)], ...))
+        return model(COLUMNS[kind], chunks=(list[model(CACHE_CHUNK)], ...))  # ty: ignore[invalid-type-form] (made at run time)
     return model(COLUMNS[kind])
 
 
-def _plain(row: Mapping[str, Any], columns: Iterable[str]) -> dict[str, Any]:
+def _plain(row: CatalogRow, columns: Iterable[str]) -> dict[str, Any]:
     """Returns columns of a row as JSON values. Metadata and splits, which the catalogue stores as JSON text, are
     parsed."""
     values = {column: row[column] for column in columns}

@@ -92,7 +92,7 @@ async def receive(
     try:
         if isinstance(source, bytes):
             await arriving.write(source)
-        elif source is not arriving:
+        elif not isinstance(source, Arriving):
             while piece := await source.read(PIECE):
                 await arriving.write(piece)
         incoming = await arriving.finish()

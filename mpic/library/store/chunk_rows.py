@@ -81,7 +81,7 @@ class ChunkRows:
 
     def state(self, key: KVKey) -> str | None:
         row = self._catalog.one("SELECT state FROM chunks WHERE key = ?", key.digest)
-        return row and row["state"]
+        return None if row is None else row["state"]
 
     def models(self, owner: str, chunk: ChunkKey) -> set[str]:
         """Returns the models for which this content was ever compiled."""

@@ -67,6 +67,7 @@ class DiskChunk:
     def inputs(self) -> ChunkInputs:
         if self._file is None or self._file.inputs is None:
             self._file = self._store._file(self._key, self._tokens)
+        assert self._file.inputs is not None
         return self._file.inputs
 
     def read_layers(self, destination: torch.Tensor) -> Iterator[int]:

@@ -68,7 +68,7 @@ def connect(url: str, seconds: float, retries: int = RETRIES) -> Any:
     limit = timedelta(seconds=seconds)
     backoff = {"init_backoff": limit / 100, "max_backoff": limit / 4}
     if url.startswith("file:"):
-        options = {"automatic_cleanup": True}  # of folders that are empty
+        options: dict[str, Any] = {"automatic_cleanup": True}  # of folders that are empty
     else:
         options = {
             # without TLS only where the endpoint says so
@@ -76,7 +76,7 @@ def connect(url: str, seconds: float, retries: int = RETRIES) -> Any:
             "retry_config": {"max_retries": retries, "retry_timeout": limit, "backoff": backoff},
         }
     try:
-        return from_url(url, **options)
+        return from_url(url, **options)  # ty: ignore[no-matching-overload] (an overload for each kind of store)
     except (BaseError, ValueError, OSError) as error:
         says = str(error).partition("\n")[0]
         raise ConfigError(f"[library] remote cannot be {url!r}: {says}", param="remote") from None
@@ -224,7 +224,7 @@ class Objects:
 
     # Reading, for which somebody waits
 
-    def heads(self, names: list[str]) -> dict[str, Head]:
+    def heads(self, names: list[str]) -> dict[str, Head]:  # ty: ignore[invalid-type-form] (`list` below is a method)
         """Returns the heads of those objects that exist and answer within the limit of a look-up."""
         if self.reads.open:
             return {}

@@ -72,6 +72,7 @@ class RemoteChunk:
             with self._store.reading(self._key, self._reader):
                 file = ChunkFile(self._file.path, self._key, self._reader)
             self._inputs = file.inputs
+        assert self._inputs is not None
         return self._inputs
 
     def read_layers(self, destination: torch.Tensor) -> Iterator[int]:
@@ -351,6 +352,7 @@ class RemoteTier:
             with self._changed:
                 self._known.pop(Path(found["path"]).stem, None)
                 self._counters["deleted"] += 1
+        assert self._disk is not None  # `begin` comes first
         self._disk.settle([content])
         with self._changed:
             self._deletions.pop(content, None)
@@ -385,6 +387,7 @@ class RemoteTier:
             if not self._is_mine(by):
                 return self.count(kept_away=1)
             objects.delete(tombstone)  # the content was added anew
+        assert self._disk is not None
         path = self._disk.path(key)
         with closing(ChunkFile(path, key, inputs=True)) as file:
             file.map_layers(range(file.shape.layers))  # what is damaged here stays here
@@ -402,6 +405,7 @@ class RemoteTier:
             return False
 
     def _measure_again(self) -> None:
+        assert self._measure is not None  # `_next` has seen it
         reader, size = self._measure
         try:
             reader.measure(size)

@@ -13,7 +13,7 @@ the users below their shares would find no room otherwise. An owner that is not 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from mpic.errors import StorageFull, StorageQuotaExceeded
 from mpic.library.records import SHARED
@@ -31,7 +31,7 @@ class Held(NamedTuple):
         last_used: greater than that of every chunk of the tier that was used before.
     """
 
-    key: object
+    key: Any
     bytes: int
     pinned: bool
     last_used: float
@@ -64,7 +64,7 @@ class TierBounds(NamedTuple):
 
 
 def make_room(
-    bounds: TierBounds, used: Mapping[str, int], saver: str, size: int, candidates: Candidates
+    bounds: TierBounds, used: Mapping[str, int], saver: str, size: int, candidates: Candidates[H]
 ) -> list[tuple[H, Why]]:
     """Chooses the chunks to evict so that ``saver`` can store ``size`` bytes.
 
@@ -79,9 +79,9 @@ def make_room(
     return _Eviction(bounds, used, saver, size, candidates).make()
 
 
-class _Eviction:
+class _Eviction(Generic[H]):
     def __init__(
-        self, bounds: TierBounds, used: Mapping[str, int], saver: str, size: int, candidates: Candidates
+        self, bounds: TierBounds, used: Mapping[str, int], saver: str, size: int, candidates: Candidates[H]
     ) -> None:
         self.bounds, self.saver, self.size, self.candidates = bounds, saver, size, candidates
         self.used = dict(used)

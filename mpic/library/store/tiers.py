@@ -101,7 +101,7 @@ class Promoted:
         """Returns memory of the nearest tier in page-locked memory that takes the chunk, to be read into."""
         for tier in self._nearer:
             if getattr(tier, "page_locked", False):
-                return tier.reserve(self._key, self._stored.inputs, shape, dtype)
+                return tier.reserve(self._key, self._stored.inputs, shape, dtype)  # ty: ignore[missing-attribute] (those with page-locked memory have it)
         return None
 
     def read_layers(self, destination: torch.Tensor) -> Iterator[int]:
@@ -168,7 +168,7 @@ class TieredStore:
             else:
                 self.touch(hits)  # the disk, which is not asked for them, evicts what was used longest ago
             for key, stored in hits.items():
-                found[key] = Promoted(key, stored, self._tiers[:number]) if number else stored
+                found[key] = Promoted(key, stored, self._tiers[:number]) if number else stored  # ty: ignore[invalid-assignment] (it passes on what it lacks)
         return found
 
     def open(self, key: KVKey) -> StoredChunk | None:

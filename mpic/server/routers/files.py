@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from fastapi import APIRouter, File, Form, Path, Query, Request, Response, UploadFile
 from starlette.concurrency import run_in_threadpool
@@ -82,13 +82,19 @@ async def upload(
     only the lifetime starts again. `expires_after` is OpenAI's name for `ttl`.
     """
     name = file.filename or ""
-    lives = {"ttl": ttl, "anchor": anchor, "lifetime": lifetime}
-    wishes = {"purpose": purpose, "handle": handle, "replace": replace, "split": split, "press": press}
+    lives: dict[str, Any] = {"ttl": ttl, "anchor": anchor, "lifetime": lifetime}
+    wishes: dict[str, Any] = {
+        "purpose": purpose,
+        "handle": handle,
+        "replace": replace,
+        "split": split,
+        "press": press,
+    }
     return await store(
         request,
         state,
         user,
-        file.file,
+        cast(Arriving, file.file),
         filename=name,
         arguments=arguments_of(state, user, name, **wishes, **lives),
     )
@@ -129,7 +135,13 @@ async def put(
                 param=field,
             )
     name = filename or handle
-    wishes = {"purpose": purpose, "handle": handle, "replace": replace, "split": split, "press": press}
+    wishes: dict[str, Any] = {
+        "purpose": purpose,
+        "handle": handle,
+        "replace": replace,
+        "split": split,
+        "press": press,
+    }
     arguments = arguments_of(state, user, name, **wishes, ttl=ttl)
     arriving = state.library.files.arriving(None)
     try:

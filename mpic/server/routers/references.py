@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from fastapi import APIRouter, File, Form, Query, Request, Response, UploadFile
 from PIL import Image
@@ -21,6 +21,7 @@ from mpic.api.resources import (
 )
 from mpic.errors import BadRequest, InvalidUpload, NotFound, TooLarge
 from mpic.library import SHARED, Reference, decode_image, thumbnail
+from mpic.library.intake.receive import Arriving
 from mpic.retriever import Query as SearchQuery
 from mpic.server.auth import AdminUser, CurrentUser
 from mpic.server.json_routes import JSONRoute, parse
@@ -54,7 +55,7 @@ async def create(
     """Add an image or text. The answer comes when it is durable and can be found; it is compiled in the background."""
     name = file.filename or "reference"
     reference = await state.library.references.add(
-        file.file,
+        cast(Arriving, file.file),
         name,
         title=name if title is None else title,
         description=description or "",
@@ -78,7 +79,7 @@ async def replace(
     """Replace a reference by a new version; values that are left out stay as they were."""
     reference = await state.library.references.replace(
         reference_id,
-        file.file,
+        cast(Arriving, file.file),
         file.filename,
         title=title,
         description=description,
@@ -186,7 +187,7 @@ async def _added(request: Request, state: State, reference: Reference) -> Refere
     return _show(reference)
 
 
-def _show(reference: Reference, kind: type[T] = ReferenceObject, **more: float) -> T:
+def _show(reference: Reference, kind: type[T] = ReferenceObject, **more: float) -> T:  # ty: ignore[invalid-parameter-default] (T is then that)
     thumbnail = f"/v1/references/{reference.id}/thumbnail" if reference.kind == "image" else None
     return shown(kind, reference, thumbnail=thumbnail, **more)
 

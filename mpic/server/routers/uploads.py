@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated
+from typing import Annotated, cast
 
 from fastapi import APIRouter, File, Request, UploadFile
 from starlette.concurrency import run_in_threadpool
@@ -12,6 +12,7 @@ from mpic.api.requests import UploadComplete, UploadCreate
 from mpic.api.resources import UploadObject, UploadPartObject
 from mpic.errors import TooLarge
 from mpic.library.intake.checks import check_life
+from mpic.library.intake.receive import Arriving
 from mpic.server.auth import CurrentUser
 from mpic.server.json_routes import JSONRoute
 from mpic.server.routers.common import form_fields
@@ -38,8 +39,8 @@ async def create(body: UploadCreate, state: StateDep, user: CurrentUser) -> Uplo
         purpose=body.purpose,
         handle=body.handle,
         ttl=body.ttl,
-        anchor=body.expires_after and body.expires_after.anchor,
-        lifetime=body.expires_after and body.expires_after.seconds,
+        anchor=None if body.expires_after is None else body.expires_after.anchor,
+        lifetime=None if body.expires_after is None else body.expires_after.seconds,
         replace=body.replace,
         split=body.split
         if body.split is None or isinstance(body.split, str)
@@ -67,7 +68,7 @@ async def add_part(
     """Add a part. Parts may come in any order and at the same time; one that is sent twice is two parts, of which the
     completing names one."""
     upload = state.parted.get(user.id, upload_id)
-    return _part(upload, await state.parted.add_part(upload, data.file))
+    return _part(upload, await state.parted.add_part(upload, cast(Arriving, data.file)))
 
 
 @router.post("/{upload_id}/complete")

@@ -55,7 +55,7 @@ def rotated(rotary: nn.Module, keys: torch.Tensor, first: int) -> torch.Tensor:
     if apply is None:
         raise ModelRefused(f"{type(rotary).__name__}: it does not say how it turns keys")
     positions = torch.arange(first, first + keys.shape[1], device=keys.device)[None]
-    turned = 2 * rotary.inv_freq.numel()  # type: ignore[operator, union-attr]
+    turned = 2 * rotary.inv_freq.numel()
     one = keys[None, ..., :turned]
     try:
         _, out = apply(one, one, *rotary(one, positions))
@@ -70,8 +70,8 @@ def _read(rotary: nn.Module) -> tuple[torch.Tensor, bool]:
         raise ModelRefused(f"{name}: its rotary frequencies change with the length of the prompt")
     if not isinstance(getattr(rotary, "inv_freq", None), torch.Tensor):
         raise ModelRefused("the model's layers have different rotary embeddings")
-    frequencies = rotary.inv_freq.detach().double().cpu()  # type: ignore[operator, union-attr]
-    device = rotary.inv_freq.device  # type: ignore[union-attr]
+    frequencies = rotary.inv_freq.detach().double().cpu()
+    device = rotary.inv_freq.device
     keys = torch.randn(1, _PROBED, 2 * len(frequencies), generator=torch.Generator().manual_seed(3))
     scale = float(getattr(rotary, "attention_scaling", 1.0))
     for interleaved in (False, True):
