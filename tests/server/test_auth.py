@@ -53,6 +53,7 @@ async def test_engine_counters_are_for_admins(server):
     keys = {role: server.key(role, role) for role in ("user", "admin")}
     of = {role: (await server.http.get("/health", headers=key)).json() for role, key in keys.items()}
     assert of["admin"].pop("engine") == counted and of["user"].pop("engine") == {}
+    assert list(of["admin"].pop("tiers")) == ["disk"] and of["user"].pop("tiers") == {}
     assert of["user"] == of["admin"] and of["user"]["ready"]
 
 
