@@ -218,6 +218,7 @@ class Transfers:
     def _queue_of(self, linked: LinkedChunk) -> LoadQueue:
         """Returns the threads that read a chunk. Those of a tier beyond the disk are others, because its store may keep
         them waiting."""
+        assert linked.stored is not None  # it is asked about chunks that are read
         if linked.stored.tier in ("host", "disk"):
             return self._loaders
         if self._distant is None:
