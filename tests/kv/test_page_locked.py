@@ -131,7 +131,9 @@ def test_threads_share_one_budget():
             memory.empty((chosen.randint(1, 8 * KIB),), torch.uint8)  # each has one block at most
 
     in_threads(work, range(4))
-    assert allocator.most <= 4 * 8 * KIB and owner
+    assert memory.held <= 4 * 8 * KIB and owner
+    # the other threads may each have ended a tensor whose memory the allocator does not have back yet
+    assert allocator.most <= (4 + 3) * 8 * KIB
 
 
 def test_the_staging_ring_and_the_slots_of_a_readback_have_budgets_and_whole_chunks_are_counted(monkeypatch):

@@ -66,8 +66,8 @@ async def test_the_log_has_one_line_when_the_folder_goes_and_one_when_it_is_back
             root.rename(root.with_name("away"))
             await wait_until(lambda: said("removed or replaced"))
             root.with_name("away").rename(root)
-            await wait_until(lambda: said("is back"))
-    assert said("removed or replaced") == said("is back") == 1
+            await wait_until(lambda: said(" is back."))
+    assert said("removed or replaced") == said(" is back.") == 1
 
 
 @pytest.mark.parametrize("error", [DatabaseBusy, DatabaseFailed, DatabaseDamaged])

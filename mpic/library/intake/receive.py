@@ -8,8 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from aiofiles.threadpool import wrap
-
 from mpic.errors import TooLarge
 from mpic.library.folder.originals import PIECE, Incoming, Originals
 from mpic.library.records import AsyncReader
@@ -48,6 +46,8 @@ class Arriving:
 
     async def finish(self) -> Incoming:
         """Writes what is still in memory, and returns the temporary file. Raises as ``write``."""
+        from aiofiles.threadpool import wrap  # a GPU's bare machine does without it (tools/gpu_report.py)
+
         if self._incoming is None:
             self._incoming = await asyncio.to_thread(self._begin)
         if self._waiting:
