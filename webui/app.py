@@ -201,7 +201,15 @@ def build(uploads: Uploads) -> gr.Blocks:
             js="() => document.dispatchEvent(new CustomEvent('mpic-store', { detail: { do: 'new' } }))",
         )
         stop.click(chat.stopped, [store], turned, cancels=[asked], **QUIET)
-        store.opened(chat.opened, [store], [bot], trigger_mode="always_last", **QUIET)
+        # the chat as the script has it: what it has just set may not have reached Gradio's state yet
+        store.opened(
+            chat.opened,
+            [store],
+            [bot],
+            js="() => window.mpicPage()",
+            trigger_mode="always_last",
+            **RAW,
+        )
         box.change(
             None,
             [box],

@@ -151,6 +151,7 @@ addEventListener('storage', (event) => {  // another tab has changed something
   if (kept && !answering && merge(shown, kept)) open(shown); else show();
 });
 addEventListener('pagehide', () => { if (saving) save(); });
+window.mpicPage = () => ({ ...props.value, chat: shown });
 watch('value', () => {
   if (!props.value?.chat) return;
   if (user !== props.value.user) {  // the page has just been loaded
