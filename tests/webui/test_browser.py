@@ -191,9 +191,10 @@ def test_two_tabs_with_one_chat_lose_nothing(fake, open_page):
     until(two, lambda: questions(two) == ["One"])
     ask(two, "Two")
     until(one, lambda: questions(one) == ["One", "Two"])
-    fake.engine.pause = 0.05
-    send(one, "Three")
-    send(two, "Four")
+    until(one, lambda: answered(one, 2))
+    ask(one, "Three")
+    until(two, lambda: len(questions(two)) == 3 and answered(two, 3))
+    ask(two, "Four")
     until(one, lambda: len(questions(one)) == 4 and len(kept(one)) == 4)
     until(two, lambda: len(questions(two)) == 4 and len(kept(two)) == 4)
     assert sorted(question for question, _ in kept(one)) == ["Four", "One", "Three", "Two"]
