@@ -84,7 +84,7 @@ def _other_kv(
     """Returns a choice whose kernels read keys and values in another dtype than the model's.
 
     Raises:
-        ModelRefused: there are none.
+        ModelRefused: no kernel reads this dtype.
     """
     kept, own = (str(one).removeprefix("torch.") for one in (kv_dtype, dtype))
     if device.type != "cpu" or dtype is not torch.float32:

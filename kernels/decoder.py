@@ -295,7 +295,7 @@ class WholeDecoder:
         self._steps, self._step_bytes, self._addresses = 0, 0, (0, 0)  # of the rotations
 
     def use(self, rows: StreamRows, writes: RowWrites) -> None:
-        """Has the steps that follow use these tables, with what they say by then.
+        """Bind these tables; later steps read their current contents.
 
         Args:
             rows: the spans that each row sees.
@@ -477,7 +477,7 @@ class BlockLayers:
 
 
 def _point(this: PassStruct, tensors: dict[str, torch.Tensor]) -> None:
-    """Has a step work on these tensors."""
+    """Bind the tensors that the next step works on."""
     for name, tensor in tensors.items():
         setattr(this, name, tensor.data_ptr())
 

@@ -425,7 +425,7 @@ MOST_PARTS = 1000
 
 
 class UploadComplete(Strict):
-    """Which parts make the file, in this order."""
+    """The parts of the file, in order."""
 
     part_ids: Annotated[list[StrictStr], Field(min_length=1, max_length=MOST_PARTS, fail_fast=True)]
     md5: StrictStr | None = Field(

@@ -199,8 +199,8 @@ class Adoption:
         return row is None or row["version"] < values["version"]
 
     def _owner(self, record: Record) -> bool:
-        """Makes the row of a user with its quotas, or gives them to a row that has none; False when the catalogue has
-        quotas of the user, or there are none."""
+        """Make the row of a user with its quotas, or add them to a row without. Return False if the catalogue has
+        quotas of this user, or the record has none to add."""
         if not self._known("users", record["id"]):
             insert_row(self._db, "users", {name: record[name] for name in COLUMNS["owner"]})
             return True

@@ -54,7 +54,7 @@ class KernelLinear(nn.Linear):
 
 @functools.cache
 def _kernels(dtype: torch.dtype) -> Products | None:
-    """Returns the kernels for a dtype, or None where there are none."""
+    """Return the kernels for a dtype; None if no kernel takes it."""
     try:
         return products.load(dtype)
     except KernelUnavailable:
@@ -84,8 +84,8 @@ class KernelsUsed(NamedTuple):
 
 
 def use_kernels(model: nn.Module, text_model: nn.Module) -> KernelsUsed:
-    """Has the plain linear layers use the kernels, in place: those of the decoder and the output projection, and where
-    there is a kernel for blocks of rows those of the encoders of images, too."""
+    """Replace plain linear layers by ones that use the kernels: those of the decoder and the output projection, and,
+    where there is a kernel for blocks of rows, those of the encoders of images."""
     parameter = next(text_model.parameters())
     if parameter.device.type != "cpu":
         return KernelsUsed(note=f"it multiplies on the CPU, not on {parameter.device.type}")

@@ -27,7 +27,7 @@ def _norm(kind, dtype, size=96):
 
 
 def _used(norm):
-    """What a decoder has in the place of a norm."""
+    """A layer that a decoder may have instead of a norm."""
     decoder = nn.ModuleList([norm])
     use_one_call(decoder)
     return decoder[0]

@@ -162,7 +162,7 @@ RANGES = {
 @pytest.mark.parametrize("kind", ["files", "references"])
 @pytest.mark.parametrize("asked", RANGES, ids=range(len(RANGES)))
 async def test_a_download_may_be_of_one_range(server, kind, asked):
-    """What is no single range of bytes is not looked at, as RFC 9110 (section 14.2) has it."""
+    """A Range header that is not one range of bytes is ignored (RFC 9110, section 14.2)."""
     made = (await server.http.post(f"/v1/{kind}", files={"file": ("t.txt", b"0123456789")})).json()
     answer = await server.http.get(f"/v1/{kind}/{made['id']}/content", headers={"Range": asked})
     status, span = RANGES[asked]

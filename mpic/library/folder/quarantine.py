@@ -1,6 +1,6 @@
-"""What is put aside for a person to inspect, and is never read again: damaged chunks (``Quarantine``), and *orphans*,
-files with a name of this program that the catalogue does not know. Orphans may be the only copies of uploads, so they
-are deleted only after days."""
+"""Files that are set aside for a person to inspect and never read again: damaged chunks (``Quarantine``), and
+*orphans*, files with a name of this program that the catalogue does not know. Orphans may be the only copies of
+uploads, so they are deleted only after days."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Breaker:
         self._what, self._clock, self._lock = what, clock, threading.Lock()
         self._pause, self._due = PAUSE, 0.0
         self.error: str | None = None
-        """What went wrong, while the store is left alone; None while it is used."""
+        """The last failure while the breaker is open; None while the store is in use."""
         self.changed: Callable[[], None] = lambda: None
         """Called when it has opened or closed: whoever is to go on may be asleep."""
 

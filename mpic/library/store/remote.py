@@ -192,7 +192,7 @@ class RemoteTier:
         return False
 
     def set_aside(self, key: KVKey, reader: ObjectReader, error: CorruptFile) -> None:
-        """Has a damaged object moved aside. It is not served from now on, and another one may take its place."""
+        """Queue a damaged object to be renamed. It is not served from now on, and another may take its place."""
         log.warning("%s; it is moved aside in the remote store and will be compiled again", error)
         self.count(damaged=1)
         self.forget(key)

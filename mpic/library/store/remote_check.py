@@ -1,4 +1,4 @@
-"""What a remote store holds: its bytes by user, and whether its objects are what their names and checksums say."""
+"""A report on a remote store: bytes by user, and the objects that do not match their names or checksums."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Fault(NamedTuple):
 
 
 def stored(objects: Objects) -> Iterator[StoredObject]:
-    """Yields the chunks of a store; other objects are none of ours. Raises StoreUnavailable."""
+    """Yield the chunks of a store and skip all other objects. Raises StoreUnavailable."""
     for found in objects.list(f"{CHUNKS}/"):
         if match := CHUNK.fullmatch(found["path"]):
             owner, content, suffix = match.groups()
