@@ -12,6 +12,8 @@ AWAY = (
     "ERR_EMPTY_RESPONSE",
     "ERR_CONNECTION_RESET",
     "ERR_INCOMPLETE_CHUNKED_ENCODING",
+    "network error",
+    "Failed to fetch",
 )
 """Complaints of the browser about a server that is not there."""
 

@@ -40,7 +40,7 @@ async def load(settings: Any, request: gr.Request) -> tuple[Any, ...]:
     page = OpenChat(user=visitor.user, chat=StoredChat(id="none"), ms_per_token=cost).model_dump()
     admin = gr.update(visible=visitor.role == "admin")
     return (
-        page,
+        gr.update(page=page),
         _who(visitor),
         gr.update(
             choices=[(_policy_label(one), one["name"]) for one in menu],

@@ -26,6 +26,9 @@ TAKE = """(value) => {
     window.mpicTaken = names;
 }"""
 """Adds files as soon as they are in the box; it changes twice when they come."""
+AS_IT_IS = "(_, ...others) => [window.mpicPage(), ...others]"
+"""Gives an event the chat as the script has it: what that has just set may not have reached Gradio's state yet."""
+EMPTY = "() => ({ text: '', files: [] })"
 FONT = ["system-ui", "sans-serif"]
 
 
@@ -71,7 +74,7 @@ STORE = (
     '<button type="button" class="mpic-button" data-act="new">New chat</button>'
     '<p class="mpic-said" role="status"></p><ul class="mpic-chats" aria-label="chats"></ul>'
 )
-"""The chats of the browser; ``store.js`` keeps and lists them. The value is a ``chats.OpenChat``."""
+"""The chats of the browser; ``store.js`` keeps and lists them."""
 
 
 def build(uploads: Uploads) -> gr.Blocks:
@@ -84,7 +87,8 @@ def build(uploads: Uploads) -> gr.Blocks:
         timer = gr.Timer(1.5, active=False)
         with gr.Sidebar(width=290):
             gr.HTML("<h1>MPIC</h1>", js_on_load=None)
-            store = gr.HTML(html_template=STORE, js_on_load=_read("store.js"), elem_id="store")
+            # ``page`` is a ``chats.OpenChat``. It is no ``value``, which Gradio would send back to its own state later
+            store = gr.HTML(html_template=STORE, js_on_load=_read("store.js"), elem_id="store", page=None)
             gr.HTML("<h2>Files</h2>", js_on_load=None)
             listed = panel("file", elem_id="library")
             who = gr.HTML(js_on_load=None)
@@ -112,7 +116,7 @@ def build(uploads: Uploads) -> gr.Blocks:
                     )
                 )
                 take = gr.Button("add", elem_id="take", visible="hidden")
-                stop = gr.Button("Stop", elem_id="stop", variant="stop", visible=False)
+                stop = gr.Button("Stop", elem_id="stop", variant="stop")
                 with gr.Row():
                     policy = gr.Dropdown(label="Policy", allow_custom_value=True, elem_id="policy")
                     retrieval = gr.Dropdown(label="References", elem_id="retrieval")
@@ -184,32 +188,33 @@ def build(uploads: Uploads) -> gr.Blocks:
                     again = gr.Button("Refresh")
                     figures = gr.HTML(js_on_load=None)
         pickers = [policy, press, retrieval, system, temperature, length]
-        turned = [bot, store, box, stop]
+        drawn = [bot, store]
         filled = [store, who, policy, press, retrieval, system, temperature, length, welcome, table]
         page.load(about_events.load, [settings], [*filled, adding, scope, server], **QUIET)
         page.load(library.refresh, None, [listed, timer], **QUIET)
 
         asked = gr.on(
-            [box.submit, store.submit, bot.retry, bot.edit], chat.ask, [box, store, *pickers], turned, **RAW
+            [box.submit, store.submit, bot.retry, bot.edit],
+            chat.ask,
+            [store, box, *pickers],
+            drawn,
+            js=AS_IT_IS,
+            trigger_mode="multiple",  # the second is told that the first is being answered
+            **RAW,
         )
+        asked.failure(None, None, None, js="() => document.dispatchEvent(new CustomEvent('mpic-failed'))")
         asked.then(library.refresh, None, [listed, timer], **QUIET)
-        bot.undo(chat.undo, [store], turned, **QUIET)
+        bot.undo(chat.undo, [store], [*drawn, box], js=AS_IT_IS, **RAW)
         bot.clear(
             None,
             None,
             None,
             js="() => document.dispatchEvent(new CustomEvent('mpic-store', { detail: { do: 'new' } }))",
         )
-        stop.click(chat.stopped, [store], turned, cancels=[asked], **QUIET)
-        # the chat as the script has it: what it has just set may not have reached Gradio's state yet
-        store.opened(
-            chat.opened,
-            [store],
-            [bot],
-            js="() => window.mpicPage()",
-            trigger_mode="always_last",
-            **RAW,
-        )
+        for stopped in (stop.click, store.stopped):
+            stopped(chat.stop, [store], drawn, js=AS_IT_IS, trigger_mode="multiple", **RAW)
+        store.taken(None, None, [box], js=EMPTY)
+        store.opened(chat.opened, [store], drawn, js=AS_IT_IS, trigger_mode="always_last", **RAW)
         box.change(
             None,
             [box],

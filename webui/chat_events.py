@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import AsyncIterator
-from contextlib import aclosing
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager, suppress
+from typing import Any, cast
 
 import gradio as gr
 import pydantic
 
 from mpic.client import AsyncMPIC
-from mpic.errors import BadRequest, HandleTaken
+from mpic.errors import BadRequest, Conflict, HandleTaken
 from mpic.webui.asking import add_file, answer, by_handle, mention, own_files
 from mpic.webui.chats import OpenChat, StoredAnswer, StoredChat, StoredTurn, Wishes, now, open_chat
 from mpic.webui.events import client_of, given, told, visitor_of
@@ -25,8 +25,12 @@ WAIT = 20.0
 """Seconds that a sample question waits for its files; what is not compiled then, the answer compiles."""
 TITLE = 60
 MENTIONS = re.compile(r"^(?:(?:IMAGE|FILE)#\S+\s+)+")
-Shown = tuple[Any, Any, Any, Any]
-"""The chat, the store, the box of the question, and the button that stops an answer."""
+Shown = tuple[Any, Any]
+"""The chat as Gradio's chatbot has it, and for the store.
+
+Every step of an event has both as a whole: Gradio's client changes the values of earlier steps to those of later ones
+in place, and a browser that is slower than the answer would find nothing where a later step skips.
+"""
 
 
 def messages(page: OpenChat) -> list[dict[str, Any]]:
@@ -63,24 +67,60 @@ def question(text: str) -> dict[str, Any]:
     return {"text": text, "files": []}
 
 
-def stop_button(shown: bool) -> dict[str, Any]:
-    return gr.update(visible=shown)
+def drawn(page: OpenChat, answering: bool | None = None, asked: str = "") -> Shown:
+    sent = page.model_copy(update={"answering": answering, "asked": asked})
+    return messages(page), gr.update(page=sent.model_dump())
+
+
+class Answering:
+    """The answer that an open page waits for."""
+
+    def __init__(self) -> None:
+        self.stopping = False
+        self.ended = asyncio.Event()
+        self._step: asyncio.Future[Shown | None] | None = None
+
+    async def steps_of(self, steps: AsyncGenerator[Shown, None]) -> AsyncGenerator[Shown, None]:
+        """Yield the steps of an event until ``stop``, and what the event says when it is cancelled."""
+        task = cast(asyncio.Task, asyncio.current_task())
+        async with aclosing(steps):
+            while not self.stopping:
+                self._step = asyncio.ensure_future(anext(steps, None))
+                try:
+                    step = await self._step
+                except asyncio.CancelledError:
+                    if not self.stopping:
+                        raise
+                    break
+                finally:
+                    if task.cancelling():  # the page is gone, even if the event had a last word
+                        raise asyncio.CancelledError
+                if step is None:
+                    return
+                yield step
+            with suppress(asyncio.CancelledError, StopAsyncIteration):
+                yield await steps.athrow(asyncio.CancelledError())
+
+    def stop(self) -> None:
+        self.stopping = True
+        if self._step is not None:
+            self._step.cancel()
 
 
 class ChatEvents:
-    """See the module. Every event ends with ``Shown``."""
+    """See the module."""
 
     def __init__(self, uploads: Uploads) -> None:
         self._uploads = uploads
+        self._answering: dict[str, Answering] = {}  # by session: an open page
 
     @told
     async def ask(
-        self, value: Any, page: Any, event: gr.EventData, request: gr.Request, *pickers: Any
+        self, page: Any, value: Any, event: gr.EventData, request: gr.Request, *pickers: Any
     ) -> AsyncIterator[Shown]:
         """Ask, ask in other words, answer again, or do what a button in the chat says.
 
-        This is one event, because a page runs an event only once at a time: each works on the chat as it was at the
-        click, and two at once would undo each other.
+        One at a time: two would both work on the chat as it was at the click, and undo each other.
         """
         client, open_page, wanted = client_of(request), open_chat(page), given(event)
         if "do" in wanted:
@@ -91,8 +131,28 @@ class ChatEvents:
             steps = self._answer_again(client, open_page, _last(open_page.chat), pickers)
         else:
             steps = self._ask_box(client, open_page, value, request, pickers)
-        async for shown in steps:
-            yield shown
+        try:
+            async with self._one_at_a_time(request) as mine, aclosing(mine.steps_of(steps)) as stoppable:
+                async for shown in stoppable:
+                    yield shown
+        except Conflict as error:  # for the script, an event that fails is the one that it waits for
+            gr.Warning(f"{error.message}. [{error.code}]")
+            yield gr.skip(), gr.skip()
+
+    @asynccontextmanager
+    async def _one_at_a_time(self, request: gr.Request) -> AsyncGenerator[Answering, None]:
+        """Wait for an answer that is being stopped. Raises Conflict if one is being written."""
+        session = str(request.session_hash)
+        while before := self._answering.get(session):
+            if not before.stopping:
+                raise Conflict("an answer is being written; stop it first")
+            await before.ended.wait()
+        mine = self._answering[session] = Answering()
+        try:
+            yield mine
+        finally:
+            del self._answering[session]
+            mine.ended.set()
 
     async def _ask_box(
         self,
@@ -101,17 +161,17 @@ class ChatEvents:
         value: Any,
         request: gr.Request,
         pickers: tuple[Any, ...],
-    ) -> AsyncIterator[Shown]:
+    ) -> AsyncGenerator[Shown, None]:
         run = StoredAnswer(wishes=wishes(*pickers))
         text = await self._with_files(client, value, request)
         if not text.strip():
             raise BadRequest("write a question first", param="question")
-        async for shown in self._ask(client, page, text.strip(), run):
+        async for shown in self._ask(client, page, text.strip(), run, from_box=True):
             yield shown
 
     async def _pressed(
         self, client: AsyncMPIC, open_page: OpenChat, wanted: dict[str, Any], pickers: tuple[Any, ...]
-    ) -> AsyncIterator[Shown]:
+    ) -> AsyncGenerator[Shown, None]:
         chat = open_page.chat
         match wanted.get("do"):
             case "sample":
@@ -132,13 +192,13 @@ class ChatEvents:
                     yield shown
             case "delete":
                 chat.remove(chat.turn(str(wanted.get("turn"))))
-                yield messages(open_page), open_page.model_dump(), gr.skip(), gr.skip()
+                yield drawn(open_page)
             case other:
                 raise BadRequest(f"no such action: {str(other)[:80]}", param="do")
 
     async def _edit(
         self, client: AsyncMPIC, page: OpenChat, wanted: dict[str, Any], pickers: tuple[Any, ...]
-    ) -> AsyncIterator[Shown]:
+    ) -> AsyncGenerator[Shown, None]:
         """Asks a question in other words."""
         index = wanted.get("index")
         number = index[0] if isinstance(index, list | tuple) and index else index
@@ -148,28 +208,32 @@ class ChatEvents:
             yield shown
 
     @told
-    async def undo(self, page: Any) -> Shown:
-        """Takes the last question back into the box."""
+    async def undo(self, page: Any, request: gr.Request) -> tuple[Any, Any, Any]:
+        """Take the last question back into the box."""
         open_page = open_chat(page)
-        last = _last(open_page.chat)
-        open_page.chat.remove(last)
-        return messages(open_page), open_page.model_dump(), question(last.question), gr.skip()
+        async with self._one_at_a_time(request):
+            last = _last(open_page.chat)
+            open_page.chat.remove(last)
+            return *drawn(open_page), question(last.question)
 
     @told
-    async def stopped(self, page: Any) -> Shown:
-        """Marks as stopped what was being answered."""
+    async def stop(self, page: Any, request: gr.Request) -> Shown:
+        """Stop what is being answered. The event that answers says so itself; if none does, mark it as stopped."""
+        if mine := self._answering.get(str(request.session_hash)):
+            mine.stop()
+            return gr.skip(), gr.skip()
         open_page = open_chat(page)
         for turn in open_page.chat.turns:
             for run in (turn.answer, turn.again):
                 if run is not None and run.running:
                     run.state = "stopped"
                     turn.touch()
-        return messages(open_page), open_page.model_dump(), gr.skip(), stop_button(False)
+        return drawn(open_page, answering=False)
 
     @told
-    async def opened(self, page: Any) -> Any:
-        """Shows the chat that the store has opened."""
-        return messages(open_chat(page))
+    async def opened(self, page: Any) -> Shown:
+        """Show the chat that the store has opened."""
+        return drawn(open_chat(page))
 
     @told
     async def take(self, value: Any, request: gr.Request) -> dict[str, Any]:
@@ -184,36 +248,37 @@ class ChatEvents:
         return " ".join([*(m for m in mentions if m not in text), text]) if mentions else text
 
     async def _ask(
-        self, client: AsyncMPIC, page: OpenChat, text: str, run: StoredAnswer
-    ) -> AsyncIterator[Shown]:
+        self, client: AsyncMPIC, page: OpenChat, text: str, run: StoredAnswer, from_box: bool = False
+    ) -> AsyncGenerator[Shown, None]:
         turns = page.chat.turns
         at = max(now(), turns[-1].at + 1 if turns else 0)
         turn = StoredTurn(id=secrets.token_hex(12), at=at, changed=at, question=text, answer=run)
         turns.append(turn)
         page.chat.title = page.chat.title or title(text)
-        async for shown in self._run(client, page, turn, run, ""):
+        async for shown in self._run(client, page, turn, run, turn.id if from_box else ""):
             yield shown
 
     async def _answer_again(
         self, client: AsyncMPIC, page: OpenChat, turn: StoredTurn, pickers: tuple[Any, ...]
-    ) -> AsyncIterator[Shown]:
+    ) -> AsyncGenerator[Shown, None]:
         turn.answer, turn.again = StoredAnswer(wishes=wishes(*pickers)), None
         async for shown in self._run(client, page, turn, turn.answer):
             yield shown
 
     async def _run(
-        self, client: AsyncMPIC, page: OpenChat, turn: StoredTurn, run: StoredAnswer, value: str | None = None
-    ) -> AsyncIterator[Shown]:
-        """Answers, and shows how the answer grows."""
+        self, client: AsyncMPIC, page: OpenChat, turn: StoredTurn, run: StoredAnswer, asked: str = ""
+    ) -> AsyncGenerator[Shown, None]:
+        """Answer, and show how the answer grows."""
         turn.touch()
-        box = gr.skip() if value is None else question(value)
-        yield messages(page), page.model_dump(), box, stop_button(True)
-        async with aclosing(answer(client, page.chat, turn, run)) as steps:
-            async for _ in steps:
-                yield messages(page), page.model_dump(), gr.skip(), gr.skip()
-        # once more as a whole: Gradio's client changes the values of earlier messages to those of later ones in place,
-        # and a browser that is slower than the answer would find nothing where the last message skips
-        yield messages(page), page.model_dump(), gr.skip(), stop_button(False)
+        try:
+            yield drawn(page, True, asked)
+            async with aclosing(answer(client, page.chat, turn, run)) as steps:
+                async for _ in steps:
+                    yield drawn(page, True, asked)
+        except asyncio.CancelledError:  # by ``Answering.stop``, or nobody takes what is yielded
+            run.state = "stopped"
+            turn.touch()
+        yield drawn(page, False, asked)
 
     async def _prepare(self, client: AsyncMPIC, id: str) -> str:
         """Adds the files of a sample question, waits until they are compiled, and returns the question."""

@@ -150,11 +150,21 @@ class StoredChat(Part):
 
 
 class OpenChat(Part):
-    """The value of the page's store: whose it is, the open chat, and what a prompt token costs on this server."""
+    """What the page's store and the events tell each other.
+
+    Attributes:
+        user: whose chat it is.
+        chat: the open chat.
+        ms_per_token: what a prompt token costs on this server.
+        answering: whether an answer of this page is being written; None leaves that as it is.
+        asked: turn that the question in the box has become.
+    """
 
     user: str = ""
     chat: StoredChat
     ms_per_token: float | None = None
+    answering: bool | None = None
+    asked: str = ""
 
 
 def open_chat(value: Any) -> OpenChat:

@@ -130,6 +130,7 @@
       return response;
     } catch (error) { if (error.name !== 'AbortError') look(); throw error; }
   };
+  addEventListener('mpic-lost', look);
   addEventListener('online', look);
   document.addEventListener('visibilitychange', () => { if (!document.hidden) look(); });
 

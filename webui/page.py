@@ -13,7 +13,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from functools import partial
+from functools import cache, partial
 from importlib.resources import files
 from typing import TYPE_CHECKING, Annotated, Any, cast
 from weakref import WeakValueDictionary
@@ -277,13 +277,11 @@ class Page:
 
         await self._gradio(scope, receive, collect)
         nonce = secrets.token_urlsafe(16)
-        page = body.decode().replace("<script", f'<script nonce="{nonce}"')
-        page = re.sub(
-            r"<meta\s+(?:property|name)=\"(?:og|twitter):[^>]*>|<link rel=\"manifest\"[^>]*>", "", page
-        )
-        page = page.replace(
-            "<head>", '<head><link rel="icon" href="data:,">', 1
-        )  # or browsers ask for one at /
+        foreign = r"<meta\s+(?:property|name)=\"(?:og|twitter):[^>]*>|<link rel=\"manifest\"[^>]*>"
+        page = re.sub(foreign, "", body.decode())
+        # before Gradio's scripts; and without an icon browsers ask for one at /
+        ours = f'<link rel="icon" href="data:,"><script>{_stream_script()}</script>'
+        page = page.replace("<head>", f"<head>{ours}", 1).replace("<script", f'<script nonce="{nonce}"')
         headers = {"content-security-policy": POLICY.format(nonce), "cache-control": "no-store"}
         assert start is not None
         await HTMLResponse(page, start["status"], headers)(scope, receive, send)
@@ -336,6 +334,11 @@ class Page:
         queue.pending_messages_per_session.pop(session, None)
         states.session_data.pop(session, None)
         states.time_last_used.pop(session, None)
+
+
+@cache
+def _stream_script() -> str:
+    return (files("mpic.webui") / "stream.js").read_text(encoding="utf-8")
 
 
 async def _refusal(request: Request, error: Exception) -> Response:

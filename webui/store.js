@@ -1,7 +1,9 @@
 // Keeps chats in this browser, each under its user and id in localStorage, and lists them. It runs in an HTML component
-// of Gradio's, whose value is what Python calls `OpenChat`; see webui/chats.py.
+// of Gradio's, whose property `page` is what Python calls `OpenChat`; see webui/chats.py. Events send the chat as it is
+// here (`mpicPage`), not as Gradio's state has it.
 const MOST = 100, SOON = 400;
-let user = null, saving = 0, answering = false, shown = null;  // whether this tab is answering, and the chat it shows
+let user = null, cost = null, saving = 0, asked = null;
+let shown = null, answering = false;  // the open chat, and whether this tab is answering in it
 const prefix = () => `mpic-chat:${user}:`;
 const openKey = () => `mpic-open:${user}`;
 const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(12)), (n) => n.toString(16).padStart(2, '0')).join('');
@@ -26,6 +28,8 @@ const merge = (chat, kept) => {
   return news;
 };
 
+/** What tells two versions of a chat apart. */
+const version = (chat) => JSON.stringify([chat.id, chat.turns.map((turn) => [turn.id, turn.changed])]);
 const runs = (chat) => chat.turns.flatMap((turn) => [turn.answer, turn.again]).filter((run) => ['waiting', 'writing'].includes(run?.state));
 /** A chat that is opened, perhaps after the page was left meanwhile. If another tab answers, that will bring it on. */
 const atRest = (chat) => { for (const run of runs(chat)) run.state = 'stopped'; return chat; };
@@ -40,6 +44,8 @@ const write = (chat) => {
   }
 };
 
+const draw = () => { if (!answering) trigger('opened'); };  // what is being answered is drawn with its next words
+const saveSoon = () => { saving ||= setTimeout(save, SOON); };
 const save = () => {
   clearTimeout(saving);
   saving = 0;
@@ -55,34 +61,48 @@ const save = () => {
     say(`This browser keeps ${MOST} chats; the oldest, “${old.title}”, was removed.`);
   }
   show();
-  if (news && !answering) open(chat);
+  if (news) draw();
 };
 
 const setAnswering = (now) => { answering = now; document.body.toggleAttribute('data-answering', now); };
 
 const open = (chat) => {
-  if (answering && chat.id !== shown.id) {
-    document.querySelector('#stop').click();
+  if (answering) {
+    trigger('stopped');
     setAnswering(false);
   }
   if (saving) save();  // what the chat before this one is still to keep
   shown = chat;
-  props.value = { ...props.value, chat };
   localStorage.setItem(openKey(), chat.id);
   show();
-  trigger('opened');
+  draw();
 };
 
-/** Takes a chat that Python has sent. */
-const came = (chat) => {
-  if (chat.id !== shown.id) {  // the last words of an answer whose chat was left
+/** Takes a chat that Python has sent, and has it drawn again where this is not the chat as it is here. */
+const came = ({ chat, answering: now, asked: turn }) => {
+  const drawn = version(chat);
+  if (turn && turn !== asked) { asked = turn; trigger('taken'); }
+  if (chat.id === shown.id) {
+    const before = version(shown);
+    if (now !== null) setAnswering(now);
+    merge(chat, shown);  // another tab may have changed it meanwhile
+    shown = Object.assign(chat, { title: shown.title || chat.title });
+    if (now !== null || version(shown) !== before) saveSoon();
+  } else if (now !== null) {  // the last words of an answer whose chat was left
     const kept = load(chat.id);
     if (kept) { merge(chat, kept); write(atRest(chat)); }  // not if it was deleted
-    return open(shown);
   }
-  shown = chat;
-  setAnswering(runs(chat).length > 0);
-  saving ||= setTimeout(save, SOON);
+  if (version(shown) !== drawn) draw();
+};
+
+/** An event has failed on its way; what it was answering does not go on. */
+const failed = () => {
+  if (!answering) return;
+  setAnswering(false);
+  for (const run of runs(shown)) run.state = 'stopped';
+  for (const turn of shown.turns) turn.changed += 1;
+  save();
+  draw();
 };
 
 const leave = () => { clearTimeout(saving); saving = 0; };
@@ -96,13 +116,13 @@ const fileName = (chat) => chat.title.replace(/[^\w-]+/g, '-').slice(0, 60) || '
 
 const actions = {
   new: () => open(fresh()),
-  open: (id) => { const chat = load(id); if (chat) open(atRest(chat)); },
+  open: (id) => { const chat = id !== shown.id && load(id); if (chat) open(atRest(chat)); },
   rename: (id) => {
     const chat = load(id), title = prompt('Title of the chat', chat.title);
     if (!title) return;
     Object.assign(chat, { title: title.slice(0, 200), updated: Date.now() });
     write(chat);
-    if (shown.id === id) { shown.title = chat.title; props.value = { ...props.value, chat: shown }; }
+    if (shown.id === id) shown.title = chat.title;
     show();
   },
   export: (id) => { const chat = load(id); download(`${fileName(chat)}.md`, asMarkdown(chat), 'text/markdown'); },
@@ -145,19 +165,22 @@ element.addEventListener('click', (event) => {
 });
 document.addEventListener('mpic-store', (event) => actions[event.detail.do]?.(event.detail.id));
 document.addEventListener('mpic-chat', (event) => trigger('submit', event.detail));
+document.addEventListener('mpic-failed', failed);
 addEventListener('storage', (event) => {  // another tab has changed something
   if (user === null || !event.key?.startsWith(prefix())) return;
+  show();
   const kept = load(shown.id);
-  if (kept && !answering && merge(shown, kept)) open(shown); else show();
+  if (!kept) return;
+  if (merge(shown, kept)) draw();
+  if (version(shown) !== version(kept)) saveSoon();  // it has written over what this tab had kept
 });
 addEventListener('pagehide', () => { if (saving) save(); });
-window.mpicPage = () => ({ ...props.value, chat: shown });
-watch('value', () => {
-  if (!props.value?.chat) return;
-  if (user !== props.value.user) {  // the page has just been loaded
-    user = props.value.user;
-    dispatchEvent(new CustomEvent('mpic-user', { detail: user }));
-    return open(atRest(load(localStorage.getItem(openKey())) || fresh()));
-  }
-  came(props.value.chat);
+window.mpicPage = () => ({ user, ms_per_token: cost, chat: shown });
+watch('page', () => {
+  if (!props.page?.chat) return;
+  const page = JSON.parse(JSON.stringify(props.page));  // Gradio changes its own in place
+  if (user !== null && user === page.user) return came(page);
+  ({ user, ms_per_token: cost } = page);  // the page has just been loaded
+  dispatchEvent(new CustomEvent('mpic-user', { detail: user }));
+  open(atRest(load(localStorage.getItem(openKey())) || fresh()));
 });

@@ -30,16 +30,18 @@ def browser():
 def open_page(browser):
     """Opens pages; at the end none may have asked for anything beyond this machine, or complained unexpectedly.
 
-    ``context`` takes another page of the same browser profile.
+    ``context`` takes another page of the same browser profile; ``before`` is a script that runs before the page's own.
     """
     contexts, watched = [], []
 
-    def opened(url, expected=(), context=None, ready=True, **options):
+    def opened(url, expected=(), context=None, ready=True, before=None, **options):
         if context is None:
             context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
             contexts.append(context)
             context.set_default_timeout(60_000)  # many suites may share a machine
         page = context.new_page()
+        if before:
+            page.add_init_script(before)
         watched.append((Watched(page), expected))
         page.goto(url)
         if ready:

@@ -89,7 +89,7 @@ PICKERS = ["mpic-16", "none", "off", "", 0, 20]
 
 
 def ask(text, *files, chat=None):
-    return [{"text": text, "files": list(files)}, chat or CHAT, *PICKERS]
+    return [chat or CHAT, {"text": text, "files": list(files)}, *PICKERS]
 
 
 async def test_without_keys_the_page_is_open_to_this_machine_and_to_nobody_else(server):
@@ -328,7 +328,7 @@ async def test_a_body_that_is_no_event_is_a_clear_error(server, body):
     ids=str,
 )
 async def test_a_chat_that_cannot_be_read_is_a_clear_error(server, chat):
-    done = await event(server, "ask", [{"text": "hello", "files": []}, chat, *PICKERS])
+    done = await event(server, "ask", [chat, {"text": "hello", "files": []}, *PICKERS])
     assert not done["success"] and "bad_request" in done["output"]["error"]
 
 
@@ -342,8 +342,8 @@ async def test_answers_stream_through_the_api_with_the_visitors_key(server, log_
     for who, session, linked in ((ann, "a2", True), (bob, "b2", False)):  # to Bob it is a text like any other
         done = await event(server, "ask", ask("IMAGE#RED What is it?"), session, who)
         # the last message has all of it: of those before, a slow browser may have seen nothing
-        shown, store, *_ = done["output"]["data"]
-        answer = store["chat"]["turns"][0]["answer"]
+        shown, store = done["output"]["data"]
+        answer = store["props"]["page"]["chat"]["turns"][0]["answer"]
         assert answer["state"] == "done" and answer["facts"]
         assert [one["role"] for one in shown] == ["user", "assistant"]
         [request] = server.engine.requests[-1:]

@@ -121,6 +121,7 @@ def test_a_page_alone_shows_another_server_with_the_visitors_key(fake, open_page
         page.wait_for_selector(
             ".mpic-error:has-text('revoked'), [data-testid=toast-body]:has-text('revoked')"
         )
+        page.close()  # before its server
 
 
 def test_a_page_alone_takes_no_key_for_metrics(fake):
