@@ -113,6 +113,7 @@
     try {
       const response = await ask(`${root}alive`, { cache: 'no-store' });
       if (response.status === 401) return tell('Your login has ended. Chats and drafts are kept.', 'Log in again');
+      if (!response.ok) throw new TypeError(`${response.status}`);
       const { user: now } = await response.json();
       // the server has forgotten what Gradio knew of this page; or somebody else has logged in in this browser
       if (away || (user && now !== user)) return location.reload();

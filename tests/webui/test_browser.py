@@ -204,6 +204,19 @@ def test_chats_outlast_reloads_and_restarts_and_can_be_exported(fake, open_page)
     until(page, lambda: len(questions(page)) == 2)
 
 
+def test_a_page_whose_server_is_away_behind_it_says_so_and_stays(fake, open_page):
+    page = open_page(fake.url, expected=("503",))
+    page.evaluate("window.stays = true")
+    page.route(
+        "**/ui/alive", lambda route: route.fulfill(status=503, json={"error": {"code": "unavailable"}})
+    )
+    page.evaluate("dispatchEvent(new Event('online'))")
+    page.wait_for_selector("#mpic-notice:has-text('does not answer')")
+    assert page.evaluate("window.stays")
+    page.unroute("**/ui/alive")
+    page.wait_for_function("!window.stays")  # it is loaded anew when the server is back
+
+
 def test_two_tabs_with_one_chat_lose_nothing(fake, open_page):
     one = open_page(fake.url)
     ask(one, "One")
