@@ -1,10 +1,13 @@
 """Chats as the browser sends them, and what becomes of them on the way to the API."""
 
+import asyncio
+
 import pytest
 
 from mpic.errors import BadRequest
 from mpic.webui import parts
 from mpic.webui.asking import messages, named_files, options, with_handles_of_now
+from mpic.webui.chat_events import Answering
 from mpic.webui.chats import (
     Facts,
     OpenChat,
@@ -90,3 +93,50 @@ def test_an_upload_ends_with_its_page(tmp_path):
     assert path.parent.parent != tmp_path.parent and ".." not in str(path)
     uploads.close()
     assert not path.exists()
+
+
+async def spoken(closed):
+    """Steps of an event that has a last word when it is cancelled, and notes when it is closed."""
+    try:
+        yield "first"
+        yield "second"
+        await asyncio.Future()
+    except asyncio.CancelledError:
+        yield "last"
+    finally:
+        closed.append(True)
+
+
+@pytest.mark.parametrize(
+    "heard", [["first"], ["first", "second"]], ids=["between two steps", "while it waits"]
+)
+async def test_an_answer_that_is_stopped_has_a_last_word(heard):
+    answering, closed, said = Answering(), [], []
+    async for word in answering.steps_of(spoken(closed)):
+        said.append(word)
+        if said == heard:
+            asyncio.get_running_loop().call_soon(answering.stop) if len(heard) == 2 else answering.stop()
+    assert said == [*heard, "last"] and closed
+
+
+async def test_an_answer_that_is_stopped_before_it_begins_says_nothing():
+    answering = Answering()
+    answering.stop()
+    assert [word async for word in answering.steps_of(spoken([]))] == []
+
+
+async def test_an_answer_whose_page_is_gone_has_no_last_word():
+    answering, closed, said = Answering(), [], []
+
+    async def listen():
+        async for word in answering.steps_of(spoken(closed)):
+            said.append(word)
+
+    task = asyncio.create_task(listen())
+    while len(said) < 2:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.sleep(0)
+    assert said == ["first", "second"] and closed
