@@ -108,15 +108,17 @@ async def spoken(closed):
 
 
 @pytest.mark.parametrize(
-    "heard", [["first"], ["first", "second"]], ids=["between two steps", "while it waits"]
+    "after", [None, 0, 0.01], ids=["between two steps", "as a step begins", "while it waits"]
 )
-async def test_an_answer_that_is_stopped_has_a_last_word(heard):
+async def test_an_answer_that_is_stopped_has_a_last_word(after):
     answering, closed, said = Answering(), [], []
     async for word in answering.steps_of(spoken(closed)):
         said.append(word)
-        if said == heard:
-            asyncio.get_running_loop().call_soon(answering.stop) if len(heard) == 2 else answering.stop()
-    assert said == [*heard, "last"] and closed
+        if word == "second" and after is None:
+            answering.stop()
+        elif word == "second":
+            asyncio.get_running_loop().call_later(after, answering.stop)
+    assert said == ["first", "second", "last"] and closed
 
 
 async def test_an_answer_that_is_stopped_before_it_begins_says_nothing():
