@@ -11,10 +11,14 @@ from pydantic import (
     StrictBool,
     StrictInt,
     StrictStr,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     create_model,
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from mpic.api.openai_fields import annotation, of_the_request
 
@@ -38,6 +42,19 @@ class Strict(BaseModel):
     """Unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+def only(why: str) -> WrapValidator:
+    """Annotates a field whose type has the values that change nothing: all others are refused as not supported, for
+    this reason."""
+
+    def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            raise PydanticCustomError("unsupported", "{why}", {"why": why}) from None
+
+    return WrapValidator(check)
 
 
 # ---- chat: request

@@ -30,7 +30,7 @@ from dataclasses import replace
 from typing import Any
 
 from mpic.bounded_json import Bounds
-from mpic.errors import BadRequest, UnsupportedParameter
+from mpic.errors import BadRequest, UnsupportedModality, UnsupportedParameter
 from mpic.kv.chunk import Chunk
 from mpic.prompt.bounds import Limit
 from mpic.prompt.guarded_tokenizer import Cut, GuardedTokenizer, Trusted
@@ -106,6 +106,34 @@ class ChatTemplate:
             ContextLengthExceeded: there are more than ``context``.
         """
         return self._guard.encode(text, self._limit(self.context, "the text"))
+
+    def tokenize_whole(self, text: str, bare: bool = False) -> tuple[int, ...]:
+        """Returns the ids of a prompt that a client has written as a whole, for the model itself: control strings in it
+        are control tokens.
+
+        Args:
+            bare: leave out what the tokenizer puts in front of a text.
+
+        Raises:
+            ContextLengthExceeded: there are more than ``context``.
+        """
+        ids = self._guard.encode_whole(text, self._limit(self.context, "the prompt", "prompt"))
+        before = len(self._guard.prefix) if bare and not self._begins_itself(text) else 0
+        return ids[before:]
+
+    def _begins_itself(self, text: str) -> bool:
+        return bool(self._guard.prefix) and text.startswith(self.tokenizer.decode(self._guard.prefix[:1]))
+
+    def check_ids(self, ids: Sequence[int], param: str) -> None:
+        """Raises BadRequest if one of the ids is not the tokenizer's."""
+        if ids and not 0 <= min(ids) <= max(ids) < len(self.tokenizer):
+            raise BadRequest(f"the tokenizer has the tokens 0 to {len(self.tokenizer) - 1}", param=param)
+
+    def check_text(self, ids: Sequence[int], param: str) -> None:
+        """Raises UnsupportedModality if one of the ids stands for an image or a video."""
+        media = {self.tokenizer.convert_tokens_to_ids(t) for t in (self.image_token, self.video_token) if t}
+        if not media.isdisjoint(ids):
+            raise UnsupportedModality("images and videos go into /v1/chat/completions", param=param)
 
     @property
     def documents(self) -> SlicedTokenizer:

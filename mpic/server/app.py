@@ -30,7 +30,19 @@ from mpic.server.cutting import cut_document
 from mpic.server.forms import FormCharset
 from mpic.server.guard import BodyLimit, CookieFilter, HostGuard
 from mpic.server.metrics import Metrics, ResponseCounter
-from mpic.server.routers import caches, chat, files, health, metrics, models, references, savings, uploads
+from mpic.server.routers import (
+    caches,
+    chat,
+    embeddings,
+    files,
+    health,
+    metrics,
+    models,
+    references,
+    savings,
+    texts,
+    uploads,
+)
 from mpic.server.savings import SavingsLedger
 from mpic.server.state import State
 from mpic.server.thread_pools import DiskProbe
@@ -48,6 +60,8 @@ KEY_PATIENCE = 0.25
 
 ROUTERS = (
     chat.router,
+    texts.router,
+    embeddings.router,
     files.router,
     uploads.router,
     caches.router,
