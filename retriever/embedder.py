@@ -79,10 +79,11 @@ class Embedder:
         context = getattr(tokenize, "context_length", None) or CONTEXT
         if len(text) > TOKEN_CHARS * context:
             return len(text), context
-        encode = getattr(
-            tokenize, "encode", None
-        )  # open_clip's own tokenizer, without the tokens at the ends
-        return (len(encode(text)) + 2 if encode else len(tokenize.tokenizer(text)["input_ids"])), context
+        stock = getattr(tokenize, "tokenizer", None)  # of transformers
+        if stock is not None:
+            return len(stock(text)["input_ids"]), context
+        ends = 2  # which open_clip's own tokenizer adds
+        return len(tokenize.encode(text)) + ends, context  # ty: ignore[missing-attribute] (two classes of open_clip)
 
     def images(self, images: Sequence[Image.Image]) -> np.ndarray:
         """Embeds images: ``[n, dimension]`` fp32, rows of length 1. Raises EmbedderUnavailable."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, model_validator
 
@@ -52,10 +52,10 @@ class CompletionRequest(Strict):
     suffix: Annotated[Literal[""] | None, only("the model writes at the end")] = None
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
-        """Returns all prompts."""
+    def prompts(self) -> list[Any]:
+        """Returns all prompts, each a text or token ids."""
         one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return [self.prompt] if one else self.prompt  # ty: ignore[invalid-return-type] (a list of either kind)
+        return [self.prompt] if one else [*self.prompt]
 
 
 class TextChoice(ClosedObject):

@@ -36,6 +36,7 @@ from mpic.server.routers import (
     embeddings,
     files,
     health,
+    messages,
     metrics,
     models,
     references,
@@ -61,6 +62,7 @@ KEY_PATIENCE = 0.25
 ROUTERS = (
     chat.router,
     texts.router,
+    messages.router,
     embeddings.router,
     files.router,
     uploads.router,
@@ -148,6 +150,7 @@ def create_app(
             expose_headers=["Retry-After", "Content-Disposition", "Content-Range", "ETag"],
             max_age=3600,
         )
+    app.add_middleware(messages.MessagesErrors)
     app.add_middleware(CookieFilter, name=COOKIE, value=COOKIE_VALUE)  # before the web interface, too
     app.add_middleware(ProxyPrefix, root_path=config.server.root_path)
     return app

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
@@ -50,6 +51,7 @@ Count = Callable[[Mapping[int, GenerationUsage]], GenerationUsage]
 """Counts the answers of a request that have ended, by their numbers, and returns the usage of all."""
 Prepared = tuple[list[GenerationRequest], tuple[RetrievalRound, ...]]
 """A request for the engine for each prompt, and the searches made for it."""
+INDEX = re.compile(r"\[\d+\]")
 SAME_ANSWERS = "n greedy answers would all be the same: set a temperature above 0"
 PATIENCE = 15.0
 """Seconds after which a stream begins before its first token, and between the comments that say that it waits."""
@@ -78,9 +80,13 @@ class Dialect:
 
     Attributes:
         prompts: the number of prompts that are answered.
+        places: fields of the chat, and those of the client's request that became them.
     """
 
     prompts = 1
+
+    def __init__(self) -> None:
+        self.places: dict[str, str] = {}
 
     def prepare(self, body: ChatRequest, state: State, user: str, handles: Handles) -> Prepared:
         """Returns the requests for the engine; on a thread."""
@@ -88,8 +94,14 @@ class Dialect:
         return [generation], rounds
 
     def place(self, param: str | None) -> str | None:
-        """Returns the field of the client's request that became a field of the chat."""
-        return param
+        """Returns the field of the client's request that became a field of the chat, or a part of it."""
+        at = param or ""
+        while at and at not in self.places:
+            at = at[: max(at.rfind("."), at.rfind("["), 0)]
+        if not at or param is None:
+            return param
+        rest = param[len(at) :]
+        return self.places[at] + (rest if INDEX.fullmatch(rest) else "")
 
     def whole(self, completion: dict[str, Any], stop: str | None) -> dict[str, Any]:
         """Returns the body of an answer.

@@ -44,7 +44,9 @@ class TextDialect(chat.Dialect):
     """Writes text completions."""
 
     def __init__(self, texts: Sequence[str | list[int]]) -> None:
+        super().__init__()
         self.texts, self.prompts = texts, len(texts)
+        self.places = {"messages": PROMPT}
 
     def prepare(self, body: ChatRequest, state: State, user: str, handles: Handles) -> chat.Prepared:
         if (body.n or 1) > 1 and not body.temperature:
@@ -56,9 +58,6 @@ class TextDialect(chat.Dialect):
             check_prompt(prompt)
             requests.append(GenerationRequest(f"cmpl-{uuid.uuid4().hex}", prompt, policy, sampling, user))
         return requests, ()
-
-    def place(self, param: str | None) -> str | None:
-        return PROMPT if param == "messages" else param
 
     def whole(self, completion: dict[str, Any], stop: str | None) -> dict[str, Any]:
         return self._translated(completion, "message")
