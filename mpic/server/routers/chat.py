@@ -14,7 +14,6 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import ValidationError
 
 from mpic.api.completion import ChatCompletion
 from mpic.api.requests import ChatRequest, MessageParam
@@ -123,18 +122,6 @@ class Dialect:
     def failure(self, error: MPICError) -> bytes:
         """Returns the event of an error in the middle of a stream, which then ends."""
         return event(error.body())
-
-
-def translated(fields: dict[str, Any], dialect: Dialect) -> ChatRequest:
-    """Returns a request of another dialect as a chat completion. Raises the error to report, with the dialect's own
-    names, if it is none."""
-    try:
-        return ChatRequest.model_validate(fields)
-    except ValidationError as invalid:
-        error = errors.invalid(invalid, fields, True)
-        if (place := dialect.place(error.param)) != error.param:
-            error = type(error)(error.message.replace(error.param or "", place or "", 1), param=place)
-        raise error from None
 
 
 async def answer(request: Request, body: ChatRequest, state: State, user: User, dialect: Dialect) -> Response:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -40,9 +39,9 @@ from mpic.http.sse import event
 from mpic.prompt import TextSegment
 from mpic.prompt.messages import Handles
 from mpic.server.auth import CurrentUser
-from mpic.server.json_routes import PromptRoute
 from mpic.server.routers import chat
 from mpic.server.routers.models import check_model
+from mpic.server.routers.translation import Parts, TranslatedRoute, Translation, calls_of
 from mpic.server.state import State, StateDep
 
 PATH = "/v1/messages"
@@ -65,31 +64,9 @@ RENAMED = {
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "response_format": "output_config.format",
 }
-Parts = Iterator[tuple[dict[str, Any], str]]
-"""Content parts of a chat, each with the field that it is made of."""
 
 
-class _MessagesRoute(PromptRoute):
-    def bounds(self, state: State) -> Bounds:
-        """Returns the bounds without that of text, because images and documents in base64 are no data URLs here."""
-        return Bounds(values=super().bounds(state).values)
-
-    def read(self, body: bytes | bytearray, state: State) -> CountRequest | None:
-        asked = cast(CountRequest | None, super().read(body, state))
-        if asked is not None:
-            asked._asked = MessagesDialect.translate(asked)
-        return asked
-
-
-router = APIRouter(
-    prefix=PATH,
-    tags=["messages"],
-    route_class=_MessagesRoute,
-    responses={"4XX": {"model": MessagesError, "description": "an error the caller can correct"}},
-)
-
-
-class MessagesDialect(chat.Dialect):
+class MessagesDialect(Translation):
     """Writes the answers to one request as messages.
 
     Args:
@@ -100,7 +77,6 @@ class MessagesDialect(chat.Dialect):
         super().__init__()
         self.places |= RENAMED
         self._stops = frozenset(stops)
-        self._messages: list[dict[str, Any]] = []
         self._blocks, self._open = (
             -1,
             "",
@@ -110,39 +86,38 @@ class MessagesDialect(chat.Dialect):
     # ---- the request
 
     @classmethod
-    def translate(cls, asked: CountRequest) -> tuple[ChatRequest, MessagesDialect]:
-        """Returns the chat completion that a request asks for. Raises the error to report if there is none."""
+    def translate(cls, asked: CountRequest, size: int) -> tuple[ChatRequest, MessagesDialect]:
         answers = asked if isinstance(asked, MessagesRequest) else None
         dialect = cls(answers.stop_sequences or () if answers else ())
-        fields: dict[str, Any] = {"model": asked.model, "messages": dialect._conversation(asked)}
+        dialect._conversation(asked)
+        fields: dict[str, Any] = {"model": asked.model, "messages": dialect.messages, "mpic": asked.mpic}
         dialect._tools(asked, fields)
         if asked.output_config and asked.output_config.format:
             schema = {"name": "answer", "schema": asked.output_config.format.schema_, "strict": True}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-        options = asked.mpic
         if answers:
             if answers.top_k is not None:
-                options = options.model_copy(update={"top_k": answers.top_k})
+                fields["mpic"] = asked.mpic.model_copy(update={"top_k": answers.top_k})
             same = ("max_tokens", "temperature", "top_p", "stream")
             fields |= {name: getattr(answers, name) for name in same}
             fields["stop"] = answers.stop_sequences or None
             fields["stream_options"] = {"include_usage": True} if answers.stream else None
-        return chat.translated({**fields, "mpic": options}, dialect), dialect
+        return dialect.chat(fields), dialect
 
-    def _conversation(self, asked: CountRequest) -> list[dict[str, Any]]:
+    def _conversation(self, asked: CountRequest) -> None:
         if asked.system:
-            self._add("system", "system", _texts(asked.system, "system"))
+            self.begin("system", "system")
+            self.add(_texts(asked.system, "system"))
         for i, turn in enumerate(asked.messages):
             where = f"messages[{i}]"
             if i + 1 == len(asked.messages) and turn.role == "assistant":
                 raise UnsupportedParameter(PREFILL, param=where)
             if isinstance(turn.content, str) or not turn.content:
-                said = turn.content if isinstance(turn.content, str) else ""
-                self._add(turn.role, where, _texts(said, f"{where}.content"))
+                self.go_on(turn.role, where)
+                self.add(_texts(turn.content if isinstance(turn.content, str) else "", f"{where}.content"))
                 continue
             for k, block in enumerate(turn.content):
                 self._block(turn.role, where, block, f"{where}.content[{k}]")
-        return self._messages
 
     def _block(self, role: str, turn: str, block: AnyBlock, at: str) -> None:
         """Adds a block. The result of a tool is a message of its own, in its place."""
@@ -150,32 +125,15 @@ class MessagesDialect(chat.Dialect):
         if role != owner and isinstance(block, ToolResultBlock | ToolUseBlock | ThinkingBlock):
             raise BadRequest(f"{block.type} is a block of the {owner}", param=f"{at}.type")
         if isinstance(block, ToolUseBlock):
-            message = self._add(role, turn, iter(()))
-            calls = message.setdefault("tool_calls", [])
-            self.places[f"{self._last}.tool_calls[{len(calls)}]"] = at
-            function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
-            calls.append({"id": block.id, "type": "function", "function": function})
+            self.go_on(role, turn)
+            self.call(block.id, block.name, json.dumps(block.input, ensure_ascii=False), at)
         elif isinstance(block, ToolResultBlock):
-            self._messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": []})
-            error = iter([({"type": "text", "text": "Error:"}, at)] if block.is_error else ())
-            self._add("tool", at, chain(error, _texts(block.content or "", f"{at}.content")))
+            self.begin("tool", at, tool_call_id=block.tool_use_id)
+            self.add([({"type": "text", "text": "Error:"}, at)] if block.is_error else ())
+            self.add(_texts(block.content or "", f"{at}.content"))
         elif not isinstance(block, ThinkingBlock):
-            self._add(role, turn, _parts(block, at))
-
-    @property
-    def _last(self) -> str:
-        return f"messages[{len(self._messages) - 1}]"
-
-    def _add(self, role: str, turn: str, parts: Parts) -> dict[str, Any]:
-        """Adds parts to the last message, or to a new one of another role."""
-        if not self._messages or self._messages[-1]["role"] != role:
-            self._messages.append({"role": role, "content": []})
-        message = self._messages[-1]
-        self.places.setdefault(self._last, turn)
-        for part, place in parts:
-            self.places[f"{self._last}.content[{len(message['content'])}]"] = place
-            message["content"].append(part)
-        return message
+            self.go_on(role, turn)
+            self.add(_parts(block, at))
 
     def _tools(self, asked: CountRequest, fields: dict[str, Any]) -> None:
         tools = []
@@ -201,10 +159,8 @@ class MessagesDialect(chat.Dialect):
         [choice] = completion["choices"]
         said = choice["message"]
         content = [{"type": "text", "text": said["content"]}] if said["content"] else []
-        for call in said.get("tool_calls") or ():
-            function = call["function"]
-            used = {"id": call["id"], "name": function["name"], "input": json.loads(function["arguments"])}
-            content.append({"type": "tool_use", **used})
+        for id, name, arguments in calls_of(said):
+            content.append({"type": "tool_use", "id": id, "name": name, "input": json.loads(arguments)})
         ended = self._ended(choice["finish_reason"], stop)
         return {
             **self._envelope(completion),
@@ -224,13 +180,10 @@ class MessagesDialect(chat.Dialect):
                 if self._open != "text":
                     yield from self._begin({"type": "text", "text": ""})
                 yield self._delta({"type": "text_delta", "text": delta["content"]})
-            for call in delta.get("tool_calls") or ():
-                function = call["function"]
-                if "id" in call:
-                    block = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}}
-                    yield from self._begin(block)
-                if function.get("arguments"):
-                    yield self._delta({"type": "input_json_delta", "partial_json": function["arguments"]})
+            for id, name, arguments in calls_of(delta):
+                if id:
+                    yield from self._begin({"type": "tool_use", "id": id, "name": name, "input": {}})
+                yield self._delta({"type": "input_json_delta", "partial_json": arguments})
             if choice["finish_reason"]:
                 yield from self._close()
                 self._reason = self._ended(choice["finish_reason"], stop)
@@ -351,6 +304,22 @@ def _data_url(source: Base64Source) -> str:
 
 
 # ---- routes
+
+
+class _MessagesRoute(TranslatedRoute):
+    dialect = MessagesDialect
+
+    def bounds(self, state: State) -> Bounds:
+        """Returns the bounds without that of text, because images and documents in base64 are no data URLs here."""
+        return Bounds(values=super().bounds(state).values)
+
+
+router = APIRouter(
+    prefix=PATH,
+    tags=["messages"],
+    route_class=_MessagesRoute,
+    responses={"4XX": {"model": MessagesError, "description": "an error the caller can correct"}},
+)
 
 
 @router.post(

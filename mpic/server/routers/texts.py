@@ -29,6 +29,7 @@ from mpic.server.auth import CurrentUser
 from mpic.server.json_routes import PromptRoute
 from mpic.server.routers import chat
 from mpic.server.routers.models import check_model
+from mpic.server.routers.translation import Translation
 from mpic.server.state import State, StateDep
 
 
@@ -40,7 +41,7 @@ router = APIRouter(tags=["texts"], route_class=_TextRoute)
 PROMPT = "prompt"
 
 
-class TextDialect(chat.Dialect):
+class TextDialect(Translation):
     """Writes text completions."""
 
     def __init__(self, texts: Sequence[str | list[int]]) -> None:
@@ -105,8 +106,7 @@ async def complete(body: CompletionRequest, request: Request, state: StateDep, u
     same = ("model", "max_tokens", "temperature", "top_p", "n", "seed", "stop", "stream", "stream_options")
     fields = {name: getattr(body, name) for name in same}
     dialect = TextDialect(body.prompts)
-    asked = chat.translated({"messages": [], **fields}, dialect)
-    return await chat.answer(request, asked, state, user, dialect)
+    return await chat.answer(request, dialect.chat({"messages": [], **fields}), state, user, dialect)
 
 
 @router.post("/tokenize")
