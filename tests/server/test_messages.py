@@ -11,7 +11,7 @@ from api_shapes import assert_shape
 from chat_models import processor
 from fake_engine import ANSWER, CHUNK_TOKENS, FakeEngine, FakeStream
 from pydantic import TypeAdapter
-from server_helpers import fake_server, png
+from server_helpers import byte_tokenizer, fake_server, png
 
 from mpic.api.messages import AnswerTurn, MessagesError
 from mpic.prompt import ChatTemplate
@@ -31,6 +31,27 @@ EVENT = TypeAdapter(RawMessageStreamEvent)
 async def hermes(tmp_path):
     """A server whose template is Qwen's, and a big context."""
     template = ChatTemplate(processor("qwen3"))
+    async with fake_server(tmp_path, template, FakeEngine(context=10_000, pool=10_000)) as server:
+        yield server
+
+
+SEEING = (
+    "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content or [] %}"
+    "{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+
+
+@pytest.fixture
+async def seeing(tmp_path):
+    """A server whose template takes images and prints tools."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = SEEING
+    template = ChatTemplate(tokenizer, image_token="<image>")
     async with fake_server(tmp_path, template, FakeEngine(context=10_000, pool=10_000)) as server:
         yield server
 
@@ -149,6 +170,25 @@ async def test_turns_of_one_role_are_one_message_and_results_are_messages_of_the
     assert "secret" not in shown and "One.\nTwo." in shown
     assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>' in shown
     assert shown.index("Error:\nno such city") < shown.index("rain") < shown.index("So?")
+
+
+async def test_a_result_of_a_tool_may_have_images_and_documents(seeing):
+    result = [*texts("A shot:"), image("blue"), document("What is on it.", title="LOG")]
+    turns = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": [USE]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": result}]},
+    ]
+    answer = await send(seeing, turns, tools=[WEATHER])
+    assert answer.status_code == 200, answer.text
+    shown = prompt_of(seeing, seeing.app.state.mpic.template)
+    assert (
+        "<|im_start|>tool\nA shot:(image)" in shown and "(text)" in shown and "end of document LOG" in shown
+    )
+    bad = {"type": "image", "source": {**image()["source"], "data": "eA=="}}
+    turns[-1]["content"][0]["content"] = [*texts("A shot:"), bad]
+    answer = await send(seeing, turns, tools=[WEATHER])
+    assert refusal(answer)[2:] == ("invalid_image", "messages[2].content[0].content[1].source")
 
 
 async def test_calls_are_blocks_whole_and_streamed(hermes):
