@@ -9,7 +9,7 @@ from pydantic import Field, PrivateAttr, StrictBool, StrictInt
 from mpic.api.base import ClosedObject, one_of
 from mpic.api.completion import MPICUsage
 from mpic.api.openai_fields import Name
-from mpic.api.requests import FIRST_ERROR, Answered, MPICOptions, Strict, only
+from mpic.api.requests import FIRST_ERROR, Answered, Effort, MPICOptions, Strict, only
 from mpic.api.resources import ErrorDetail
 
 UNCUT = "what is sent is read as it is"
@@ -177,7 +177,7 @@ class JsonFormat(Strict):
 
 class OutputConfig(Strict):
     format: JsonFormat | None = None
-    effort: Annotated[None, only("a model thinks as its chat template says")] = None
+    effort: Effort | None = Field(None, description="for a chat template that reads `reasoning_effort`")
 
 
 class Thinking(Strict):

@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, PrivateAttr, StrictBool, StrictInt, T
 from mpic.api.base import ClosedObject, Deleted, one_of
 from mpic.api.completion import MPICUsage
 from mpic.api.openai_fields import Name, Names
-from mpic.api.requests import FIRST_ERROR, Answered, MPICOptions, Strict, only
+from mpic.api.requests import FIRST_ERROR, Answered, Effort, MPICOptions, Strict, only
 
 THINKS = "a model thinks as its chat template says"
 Nothing = Annotated[list[Any], Field(max_length=0)]
@@ -148,7 +148,7 @@ class TextOptions(Strict):
 
 
 class ReasoningOptions(Strict):
-    effort: Annotated[None, only(THINKS)] = None
+    effort: Effort | None = Field(None, description="for a chat template that reads `reasoning_effort`")
     summary: Annotated[None, only(THINKS)] = None
     generate_summary: Annotated[None, only(THINKS)] = None
 
@@ -157,13 +157,16 @@ class EventOptions(Strict):
     include_obfuscation: Annotated[Literal[False] | None, only("streams are not padded")] = None
 
 
-Included = Literal[
-    "reasoning.encrypted_content",
-    "file_search_call.results",
-    "web_search_call.results",
-    "web_search_call.action.sources",
-    "code_interpreter_call.outputs",
-    "computer_call_output.output.image_url",
+Included = Annotated[
+    Literal[
+        "reasoning.encrypted_content",
+        "file_search_call.results",
+        "web_search_call.results",
+        "web_search_call.action.sources",
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+    ],
+    only("answers hold nothing of the kind"),
 ]
 
 
@@ -190,7 +193,7 @@ class ResponsesRequest(Strict):
     max_tool_calls: StrictInt | None = Field(None, description="of tools that run here: there are none")
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    include: Annotated[list[Included] | None, only("answers hold nothing of the kind")] = None
+    include: Annotated[list[Included], FIRST_ERROR] | None = None
     metadata: Names | None = Field(None, description="is given back")
     user: Name | None = None
     safety_identifier: Name | None = None
@@ -284,7 +287,7 @@ class ResponseObject(ClosedObject):
     tool_choice: Any
     parallel_tool_calls: bool
     text: dict[str, Any]
-    reasoning: dict[str, None]
+    reasoning: dict[str, str | None]
     truncation: Literal["disabled"]
     background: Literal[False]
     service_tier: Literal["default"]

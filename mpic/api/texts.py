@@ -12,8 +12,10 @@ from mpic.api.openai_fields import PENALTY, Empty, Name, Zero
 from mpic.api.requests import (
     FIRST_ERROR,
     MessageParam,
+    Stops,
     StreamOptions,
     Strict,
+    TemplateOptions,
     Tool,
     WrongField,
     only,
@@ -39,7 +41,7 @@ class CompletionRequest(Strict):
     top_p: float | None = Field(None, gt=0, le=1)
     n: StrictInt | None = Field(None, ge=1, le=16, description="answers to each prompt")
     seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**63 - 16)
-    stop: str | Annotated[list[str], Field(max_length=4, fail_fast=True)] | None = None
+    stop: str | Stops | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     user: Name | None = None
@@ -86,6 +88,7 @@ class TokenizeRequest(Strict):
         description="begin with what the tokenizer puts in front of a text; default: true for `prompt` alone",
     )
     return_token_strs: StrictBool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
     add_generation_prompt: Annotated[Literal[True] | None, only("a prompt ends where the answer begins")] = (
         None
     )

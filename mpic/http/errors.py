@@ -211,10 +211,14 @@ def from_validation(errors: Sequence[Any], body: Any, chat: bool) -> MPICError:
     if kind == "json_invalid":
         return BadRequest(f"the body is not JSON: {context.get('error', first['msg'])}")
     if kind in ("union_tag_invalid", "union_tag_not_found"):
-        known = "content parts are text, image_url, video_url, image, file, document or cache"
-        if not chat:
-            known = f"types are {context.get('expected_tags', 'needed').replace(chr(39), '')}"
-        return UnsupportedModality(f"{_path(place)}: {known}", param=_path((*place, "type")))
+        path = _path((*place, "type"))
+        if chat:
+            known = "content parts are text, image_url, video_url, image, file, document or cache"
+            return UnsupportedModality(f"{_path(place)}: {known}", param=path)
+        if kind == "union_tag_not_found":
+            return BadRequest(f"{path} is required", param=path)
+        known = context["expected_tags"].replace("'", "")
+        return UnsupportedModality(f"{path}: must be one of {known}", param=path)
     if not place and kind == "missing":
         return BadRequest("a body is required, a JSON object")
     if not place and isinstance(first["input"], (bytes, bytearray)):  # FastAPI reads other types as bytes

@@ -226,7 +226,7 @@ REFUSED = [
     ({"conversation": "conv_1"}, "conversation", "unsupported_parameter"),
     ({"truncation": "auto"}, "truncation", "unsupported_parameter"),
     ({"reasoning": {"effort": "low"}}, "reasoning.effort", "unsupported_parameter"),
-    ({"include": ["message.output_text.logprobs"]}, "include", "unsupported_parameter"),
+    ({"include": ["message.output_text.logprobs"]}, "include[0]", "unsupported_parameter"),
     ({"text": {"verbosity": "low"}}, "text.verbosity", "unsupported_parameter"),
     ({"text": {"format": {"type": "json_schema"}}}, "text.format", "bad_request"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported_parameter"),

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextvars import Context
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -216,6 +217,8 @@ def prepare(
     """
     if (body.n or 1) > 1 and not body.temperature:
         raise UnsupportedParameter(SAME_ANSWERS, param="n")
+    if options := template_options(body):
+        state = replace(state, template=state.template.given(options))
     policy = parse_policy(body.mpic.policy or state.config.engine.policy)
     press = asked_press(body, policy)
     resolver = _resolver(state, user)
@@ -249,6 +252,12 @@ def prepare(
     return GenerationRequest(id, prompt, policy, sampling, user, trace, search, exists), rounds
 
 
+def template_options(body: ChatRequest) -> dict[str, Any]:
+    """Returns the variables that a request gives to the chat template."""
+    effort = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
+    return {**(body.chat_template_kwargs or {}), **effort}
+
+
 def _seen(message: MessageParam) -> dict[str, Any]:
     """Returns what the model sees of a message."""
     seen = message.model_dump(exclude_none=True, exclude=IGNORED)
@@ -280,7 +289,7 @@ def sampling_of(body: ChatRequest) -> Sampling:
         max_tokens=body.max_completion_tokens or body.max_tokens,
         temperature=body.temperature or 0.0,
         top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=body.mpic.top_k,
+        top_k=body.mpic.top_k or max(body.top_k or 0, 0),
         seed=body.seed,
         stop=(*body.stops, CLOSE) if one_call else body.stops,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,

@@ -63,6 +63,7 @@ RENAMED = {
     "mpic.top_k": "top_k",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
 }
 
 
@@ -95,6 +96,8 @@ class MessagesDialect(Translation):
         if asked.output_config and asked.output_config.format:
             schema = {"name": "answer", "schema": asked.output_config.format.schema_, "strict": True}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        if asked.output_config:
+            fields["reasoning_effort"] = asked.output_config.effort
         if answers:
             if answers.top_k is not None:
                 fields["mpic"] = asked.mpic.model_copy(update={"top_k": answers.top_k})

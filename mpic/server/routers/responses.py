@@ -40,6 +40,7 @@ RENAMED = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
 }
 GIVEN_BACK = (
     "instructions", PREVIOUS, "max_output_tokens", "max_tool_calls", "temperature", "top_p", "user",
@@ -89,6 +90,7 @@ class ResponsesDialect(Translation):
         fields: dict[str, Any] = {name: getattr(asked, name) for name in same}
         fields |= {"messages": dialect.messages, "max_tokens": asked.max_output_tokens}
         fields["stream_options"] = {"include_usage": True} if asked.stream else None
+        fields["reasoning_effort"] = asked.reasoning.effort if asked.reasoning else None
         dialect._tools(fields)
         dialect._format(fields)
         return dialect.chat(fields), dialect
@@ -218,7 +220,7 @@ class ResponsesDialect(Translation):
             "tool_choice": asked.model_dump(include={"tool_choice"})["tool_choice"] or "auto",
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "text": {"format": {"type": "text"}, **shown},
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": asked.reasoning and asked.reasoning.effort, "summary": None},
             "truncation": "disabled",
             "background": False,
             "service_tier": "default",

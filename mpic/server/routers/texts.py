@@ -122,7 +122,9 @@ def _tokenized(body: TokenizeRequest, state: State, user: str) -> TokenizedText:
     if body.prompt is not None:
         ids = state.template.tokenize_whole(body.prompt, bare=body.add_special_tokens is False)
     else:
-        asked = ChatRequest(messages=body.messages, tools=body.tools)
+        asked = ChatRequest(
+            messages=body.messages, tools=body.tools, chat_template_kwargs=body.chat_template_kwargs
+        )
         ids = _tokens(chat.prepare(asked, state, user, Handles())[0].prompt)
     strings = map(state.template.tokenizer.convert_ids_to_tokens, ids) if body.return_token_strs else None
     return TokenizedText(
