@@ -122,7 +122,8 @@ class _Running:
         if self._kind is None:
             await errors.response(error)(scope, self._receive, self._send)
         elif not self._complete and self._kind.startswith("text/event-stream"):
-            await self._send({"type": "http.response.body", "body": event(error.body())})
+            said = scope["state"].get("failure", lambda error: event(error.body()))
+            await self._send({"type": "http.response.body", "body": said(error)})
 
 
 class UnderWay:

@@ -1,5 +1,6 @@
 """Anthropic's ``/v1/messages``: the stock client and its own types, the translation, and refusals by field."""
 
+import asyncio
 import base64
 import json
 from dataclasses import replace
@@ -11,9 +12,10 @@ from api_shapes import assert_shape
 from chat_models import processor
 from fake_engine import ANSWER, CHUNK_TOKENS, FakeEngine, FakeStream
 from pydantic import TypeAdapter
-from server_helpers import byte_tokenizer, fake_server, png
+from server_helpers import byte_tokenizer, fake_server, png, post_raw, wait_until
 
 from mpic.api.messages import AnswerTurn, MessagesError
+from mpic.config import Config
 from mpic.prompt import ChatTemplate
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -275,6 +277,19 @@ async def test_tokens_are_counted_as_an_answer_counts_them(server):
     assert counted.json() == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
 
 
+async def test_a_count_ends_when_its_client_leaves_and_its_images_are_still_compiled(tmp_path, template):
+    engine = FakeEngine(hold_compiles=True)
+    async with fake_server(tmp_path, template, engine) as server:
+        body = json.dumps({"messages": [{"role": "user", "content": [image(), *texts("?")]}]}).encode()
+        leaves, sent = asyncio.Event(), []
+        path = "/v1/messages/count_tokens"
+        asking = asyncio.create_task(post_raw(server.app, path, [body], sent, leaves))
+        await wait_until(lambda: engine.pending)
+        leaves.set()
+        await asking
+        assert sent[0]["status"] == 499 and not engine.pending[0].cancelled()
+
+
 # ---- refusals
 
 USER = lambda *blocks: [{"role": "user", "content": list(blocks)}]
@@ -317,6 +332,39 @@ REFUSED = [
 @pytest.mark.parametrize(("fields", "field", "code"), REFUSED, ids=lambda value: str(value)[:40])
 async def test_refusals_name_the_field_of_this_dialect(server, fields, field, code):
     assert refusal(await send(server, **fields)) == (400, "invalid_request_error", code, field)
+
+
+async def test_an_unexpected_exception_has_the_shape_of_the_dialect(server, monkeypatch):
+    monkeypatch.setattr(server.engine, "submit", None)
+    assert refusal(await send(server)) == (500, "api_error", "internal_error", None)
+
+
+async def test_a_refused_preflight_stays_as_it_is(tmp_path, template):
+    config = replace(Config(), server=replace(Config().server, cors_origins="https://app.example.org"))
+    async with fake_server(tmp_path, template, config=config) as server:
+        asked = {"Origin": "https://other.example.org", "Access-Control-Request-Method": "POST"}
+        answer = await server.http.options("/v1/messages", headers=asked)
+        assert answer.status_code == 400 and "origin" in answer.text
+
+
+async def test_a_revoked_key_ends_a_stream_in_the_words_of_its_dialect(server):
+    keys = server.app.state.mpic.keys
+    server.engine.pause, server.engine.answer = 0.02, " ".join(["word"] * 500)
+    ended = {}
+    for path, said in (
+        ("messages", {"messages": HELLO, "max_tokens": 500}),
+        ("responses", {"input": "hello"}),
+    ):
+        header = server.key("ann")
+        body = {**said, "stream": True}
+        asking = asyncio.create_task(server.http.post(f"/v1/{path}", json=body, headers=header))
+        await wait_until(lambda: server.engine.held)
+        for key in keys.listing():
+            keys.revoke(key.prefix)
+        name, ended[path] = frames((await asking).text)[-1]
+        assert name == ("error" if path == "messages" else "response.failed")
+    assert ended["messages"]["error"]["type"] == "authentication_error"
+    assert ended["responses"]["response"]["error"]["code"] == "unauthorized"
 
 
 async def test_errors_of_every_kind_have_the_shape_of_the_dialect(server):

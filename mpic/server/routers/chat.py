@@ -369,6 +369,7 @@ async def _streamed(
         if isinstance(exc, ClientDisconnected):
             return Response(status_code=CLIENT_CLOSED)
         raise
+    request.state.failure = dialect.failure  # where the stream is ended from outside (``auth``)
     return EventStream(_events(first, deltas, writer, dialect, with_usage, count), close=answers.abort)
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from contextvars import Context
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mpic.api.messages import (
@@ -33,9 +37,9 @@ from mpic.api.messages import (
 )
 from mpic.api.requests import ChatRequest
 from mpic.bounded_json import Bounds
-from mpic.engine.base import Engine, GenerationRequest
 from mpic.errors import BadRequest, MPICError, UnsupportedParameter
-from mpic.http.sse import event
+from mpic.http import errors
+from mpic.http.sse import event, while_connected
 from mpic.prompt import TextSegment
 from mpic.prompt.messages import Handles
 from mpic.server.auth import CurrentUser
@@ -348,29 +352,30 @@ async def count_tokens(
 ) -> TokenCount:
     """Count the tokens of a conversation. Its images and documents are compiled, which an answer then reuses."""
     asked, dialect = body._asked
+
+    def begin() -> tuple[int, list[Future[int]]]:
+        generation, _ = chat.prepare(asked, state, user.id, Handles())
+        compile = partial(state.engine.compile, wrapping=generation.policy.wrapping, exists=generation.exists)
+        texts = sum(len(part) for part in generation.prompt.segments if isinstance(part, TextSegment))
+        # in a context of its own: what an engine begins there must not end with this work
+        return texts, [Context().run(compile, chunk) for chunk in generation.prompt.chunks]
+
     try:
         check_model(state, asked.model)
-        prepared = await state.pools.prompts.run(request, chat.prepare, asked, state, user.id, Handles())
-        return TokenCount(
-            input_tokens=await state.pools.prompts.run(request, _count, prepared[0], state.engine)
-        )
+        count, compiling = await state.pools.prompts.run(request, begin)
+        for chunk in compiling:
+            count += await while_connected(request, asyncio.shield(asyncio.wrap_future(chunk)))
     except MPICError as error:
         error.param = dialect.place(error.param)
         raise
-
-
-def _count(generation: GenerationRequest, engine: Engine) -> int:
-    wrapping, exists = generation.policy.wrapping, generation.exists
-    counted = [
-        len(segment)
-        if isinstance(segment, TextSegment)
-        else engine.compile(segment.chunk, wrapping, exists).result()
-        for segment in generation.prompt.segments
-    ]
-    return sum(counted)
+    return TokenCount(input_tokens=count)
 
 
 # ---- errors
+
+
+def _is_json(start: Message) -> bool:
+    return Headers(raw=start["headers"]).get("content-type", "").startswith("application/json")
 
 
 def shaped(body: dict[str, Any], status: int) -> dict[str, Any]:
@@ -390,21 +395,27 @@ class MessagesErrors:
         if scope["type"] != "http" or not (path == PATH or path.startswith(f"{PATH}/")):
             return await self.app(scope, receive, send)
         start: Message | None = None
-        body = b""
+        body, begun = b"", False
 
         async def sending(message: Message) -> None:
-            nonlocal start, body
-            if message["type"] == "http.response.start" and message["status"] >= 400:
+            nonlocal start, body, begun
+            if message["type"] == "http.response.start" and message["status"] >= 400 and _is_json(message):
                 start = message
-            elif start is None:
-                await send(message)
-            else:
+                return
+            if start is not None:
                 body += message.get("body", b"")
-                if not message.get("more_body"):
-                    if body:
-                        body = json.dumps(shaped(json.loads(body), start["status"])).encode()
-                        MutableHeaders(scope=start)["content-length"] = str(len(body))
-                    await send(start)
-                    await send({**message, "body": body})
+                if message.get("more_body"):
+                    return
+                body = json.dumps(shaped(json.loads(body), start["status"])).encode()
+                MutableHeaders(scope=start)["content-length"] = str(len(body))
+                await send(start)
+                message = {**message, "body": body}
+            begun = True
+            await send(message)
 
-        await self.app(scope, receive, sending)
+        try:
+            await self.app(scope, receive, sending)
+        except Exception as exc:  # the framework answers it in front of all middleware, in OpenAI's shape
+            if begun:
+                raise
+            await errors.response(errors.as_mpic_error(exc))(scope, receive, sending)
