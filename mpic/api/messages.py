@@ -184,6 +184,19 @@ class Thinking(Strict):
     type: Annotated[Literal["disabled"], only("a model thinks as its chat template says")]
 
 
+class ThreadCreate(Strict):
+    """The conversation is kept, with its system prompt and tools."""
+
+    type: Literal["create"]
+
+
+class ThreadContinue(Strict):
+    """Goes on from an answer that is kept; system prompt and tools are those of the thread."""
+
+    type: Literal["continue"]
+    previous_message_id: str
+
+
 class Requester(Strict):
     user_id: Name | None = None
 
@@ -214,6 +227,7 @@ class MessagesRequest(CountRequest):
     top_k: StrictInt | None = Field(None, ge=0, le=2**31 - 1)
     stop_sequences: list[str] | None = None
     metadata: Requester | None = None
+    thread: Annotated[ThreadCreate | ThreadContinue, Field(discriminator="type")] | None = None
     service_tier: Annotated[Literal["auto", "standard_only"] | None, only("there is one tier")] = None
     container: Annotated[None, only("tools run at the client")] = None
     diagnostics: Annotated[None, only("usage.mpic says what was reused")] = None

@@ -1,11 +1,12 @@
-"""Responses that are kept for a while, so that a request may go on from one (``previous_response_id``)."""
+"""Responses that are kept for a while, so that a request may go on from one: by ``previous_response_id``, or in a
+thread of ``/v1/messages``."""
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mpic.errors import ResponseNotFound, cut
@@ -24,15 +25,17 @@ class KeptResponse:
 
     Args:
         body: what the client got.
-        messages: the messages of the chat (``MessageParam``), without instructions.
-        items: the messages of its output items, by id.
+        messages: the messages of the chat (``MessageParam``) from which others may go on.
         size: bytes of the conversation.
+        items: the messages of its output items, by id.
+        tools: the tools of the chat, where whoever goes on keeps them.
     """
 
     body: dict[str, Any]
     messages: Sequence[Any]
-    items: dict[str, Any]
     size: int
+    items: dict[str, Any] = field(default_factory=dict)
+    tools: Any = None
 
 
 class KeptResponses:

@@ -266,6 +266,55 @@ async def test_documents_of_every_source_are_chunks(server):
     assert (chunks[0].label, chunks[-1].label) == ("ONE", "A")
 
 
+# ---- threads
+
+
+async def test_a_thread_keeps_system_prompt_tools_and_turns(hermes):
+    hermes.engine.answer = CALL
+    alice = hermes.key("alice")
+
+    async def ask(thread, content, **fields):
+        body = {
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": 100,
+            "thread": thread,
+            **fields,
+        }
+        return await hermes.http.post("/v1/messages", json=body, headers=alice)
+
+    first = (await ask({"type": "create"}, "Weather?", system="Help.", tools=[WEATHER])).json()
+    on = {"type": "continue", "previous_message_id": first["id"]}
+    result = {"type": "tool_result", "tool_use_id": first["content"][1]["id"], "content": "rain"}
+    hermes.engine.answer = "It rains."
+    second = (await ask(on, [result])).json()
+    whole = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": first["content"]},
+        {"role": "user", "content": [result]},
+    ]
+    await hermes.http.post(
+        "/v1/messages",
+        json={"messages": whole, "max_tokens": 100, "system": "Help.", "tools": [WEATHER]},
+        headers=alice,
+    )
+    template = hermes.app.state.mpic.template
+    assert prompt_of(hermes, template, -2) == prompt_of(hermes, template)
+    streamed = await ask({**on, "previous_message_id": second["id"]}, "And?", stream=True)
+    id = frames(streamed.text)[0][1]["message"]["id"]
+    assert prompt_of(hermes, template).endswith("And?<|im_end|>\n<|im_start|>assistant\n")
+    assert (await ask({**on, "previous_message_id": id}, "Then?")).status_code == 200
+    assert prompt_of(hermes, template).count("It rains.") == 2
+    assert refusal(await ask(on, "a", system="Other."))[2:] == ("bad_request", "system")
+    assert refusal(await ask(on, "a", tools=[WEATHER]))[2:] == ("bad_request", "tools")
+    assert refusal(await ask(on, [document("")]))[2:] == ("bad_request", "messages[0].content[0].source.data")
+    alice = hermes.key("bob")
+    answer = await ask(on, "a")
+    assert refusal(answer)[2:] == ("response_not_found", "thread.previous_message_id")
+    assert answer.json()["error"]["details"]["error_code"] == "thread_not_found"
+    shown = await hermes.http.get(f"/v1/responses/{first['id']}", headers=alice)
+    assert shown.status_code == 404
+
+
 # ---- counting
 
 

@@ -184,7 +184,7 @@ async def test_an_error_in_the_middle_of_a_stream_is_a_failed_response(server):
 
 
 def kept(id, size=0):
-    return KeptResponse({"id": id}, (), {}, size)
+    return KeptResponse({"id": id}, (), size)
 
 
 def test_a_response_is_forgotten_an_hour_after_its_last_use():

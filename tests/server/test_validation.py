@@ -208,6 +208,7 @@ MESSAGES = {
     "top_k": 2,
     "stop_sequences": ["x"],
     "metadata": {"user_id": "x"},
+    "thread": {"type": "continue", "previous_message_id": "x"},
     "service_tier": "auto",
     "container": None,
     "diagnostics": None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextvars import Context
 from functools import partial
@@ -30,19 +30,21 @@ from mpic.api.messages import (
     TextBlock,
     TextSource,
     ThinkingBlock,
+    ThreadContinue,
     TokenCount,
     ToolResultBlock,
     ToolUseBlock,
     UrlSource,
 )
-from mpic.api.requests import ChatRequest
+from mpic.api.requests import ChatRequest, MessageParam
 from mpic.bounded_json import Bounds
-from mpic.errors import BadRequest, MPICError, UnsupportedParameter
+from mpic.errors import BadRequest, MPICError, ResponseNotFound, UnsupportedParameter
 from mpic.http import errors
 from mpic.http.sse import event, while_connected
 from mpic.prompt import TextSegment
 from mpic.prompt.messages import Handles
 from mpic.server.auth import CurrentUser
+from mpic.server.kept_responses import KeptResponse
 from mpic.server.routers import chat
 from mpic.server.routers.models import check_model
 from mpic.server.routers.translation import Parts, TranslatedRoute, Translation, calls_of
@@ -76,9 +78,10 @@ class MessagesDialect(Translation):
 
     Args:
         stops: the client's stop sequences.
+        size: bytes of the request.
     """
 
-    def __init__(self, stops: Iterable[str] = ()) -> None:
+    def __init__(self, stops: Iterable[str], size: int) -> None:
         super().__init__()
         self.places |= RENAMED
         self._stops = frozenset(stops)
@@ -87,13 +90,16 @@ class MessagesDialect(Translation):
             "",
         )  # of the stream: the number of the last block, and its type while it is open
         self._reason: dict[str, Any] = {}
+        self._size = size
+        self._said, self._calls = "", []
+        self._keep: Callable[[str, MessageParam], None] = lambda id, said: None
 
     # ---- the request
 
     @classmethod
     def translate(cls, asked: CountRequest, size: int) -> tuple[ChatRequest, MessagesDialect]:
         answers = asked if isinstance(asked, MessagesRequest) else None
-        dialect = cls(answers.stop_sequences or () if answers else ())
+        dialect = cls(answers.stop_sequences or () if answers else (), size)
         dialect._conversation(asked)
         fields: dict[str, Any] = {"model": asked.model, "messages": dialect.messages, "mpic": asked.mpic}
         dialect._tools(asked, fields)
@@ -160,6 +166,31 @@ class MessagesDialect(Translation):
         if choice.disable_parallel_tool_use:
             fields["parallel_tool_calls"] = False
 
+    def link(self, body: ChatRequest, asked: MessagesRequest, state: State, user: str) -> ChatRequest:
+        """Returns the chat with what its thread has kept, and has its answer kept, too. Raises ResponseNotFound."""
+        thread = asked.thread
+        if thread is None:
+            return body
+        if isinstance(thread, ThreadContinue):
+            for name in ("system", "tools"):
+                if getattr(asked, name):
+                    raise BadRequest(f"a thread keeps its {name}: leave it out", param=name)
+            try:
+                kept = state.responses.get(user, thread.previous_message_id, "thread.previous_message_id")
+            except ResponseNotFound as error:
+                error.details["error_code"] = "thread_not_found"  # upon which clients send all of it again
+                raise
+            body = self.go_on_from(body, kept, 0, "thread.previous_message_id")
+            body = body.model_copy(update={"tools": kept.tools})
+
+        def keep(id: str, said: MessageParam) -> None:
+            size = self._size + len(str(said)) + (self.before.size if self.before else 0)
+            messages = (*body.messages, said)
+            state.responses.keep(user, KeptResponse({"id": id}, messages, size, tools=body.tools))
+
+        self._keep = keep
+        return body
+
     # ---- the answer
 
     def whole(self, completion: dict[str, Any], stop: str | None) -> dict[str, Any]:
@@ -169,6 +200,7 @@ class MessagesDialect(Translation):
         for id, name, arguments in calls_of(said):
             content.append({"type": "tool_use", "id": id, "name": name, "input": json.loads(arguments)})
         ended = self._ended(choice["finish_reason"], stop)
+        self._finished(completion, said["content"] or "", said.get("tool_calls") or [])
         return {
             **self._envelope(completion),
             "content": content,
@@ -183,6 +215,8 @@ class MessagesDialect(Translation):
                 empty = {"content": [], "stop_reason": None, "stop_sequence": None}
                 usage = {"input_tokens": 0, "output_tokens": 0}
                 yield _event("message_start", message={**self._envelope(chunk), **empty, "usage": usage})
+            self._said += delta.get("content") or ""
+            self._calls += delta.get("tool_calls") or []
             if delta.get("content"):
                 if self._open != "text":
                     yield from self._begin({"type": "text", "text": ""})
@@ -195,7 +229,12 @@ class MessagesDialect(Translation):
                 yield from self._close()
                 self._reason = self._ended(choice["finish_reason"], stop)
         if chunk.get("usage"):
+            self._finished(chunk, self._said, self._calls)
             yield _event("message_delta", delta=self._reason, usage=_usage(chunk["usage"]))
+
+    def _finished(self, body: dict[str, Any], said: str, calls: list[dict[str, Any]]) -> None:
+        message = {"role": "assistant", "content": said or None, "tool_calls": calls or None}
+        self._keep(self._envelope(body)["id"], MessageParam.model_validate(message))
 
     def end(self) -> Iterable[bytes]:
         return (_event("message_stop"),)
@@ -343,7 +382,8 @@ router = APIRouter(
 async def create(body: MessagesRequest, request: Request, state: StateDep, user: CurrentUser) -> Response:
     """Answer a conversation in Anthropic's form."""
     asked, dialect = body._asked
-    return await chat.answer(request, asked, state, user, dialect)
+    linked = dialect.link(asked, body, state, user.id)
+    return await chat.answer(request, linked, state, user, dialect)
 
 
 @router.post("/count_tokens")

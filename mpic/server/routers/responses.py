@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -46,7 +45,6 @@ GIVEN_BACK = (
     "instructions", PREVIOUS, "max_output_tokens", "max_tool_calls", "temperature", "top_p", "user",
     "safety_identifier", "prompt_cache_key",
 )  # fmt: skip
-MESSAGE = re.compile(r"messages\[(\d+)\]")
 
 
 class ResponsesDialect(Translation):
@@ -66,7 +64,6 @@ class ResponsesDialect(Translation):
         ] = []  # numbers of messages that are kept items, ids, and places
         self.keep: Callable[[KeptResponse], None] = lambda kept: None
         self._own: list[MessageParam] = []  # the messages of this request, without instructions
-        self._before: KeptResponse | None = None
         self._output: list[dict[str, Any]] = []
         self._body: dict[str, Any] = {}
         self._events = 0
@@ -141,23 +138,13 @@ class ResponsesDialect(Translation):
             messages[number] = kept.item(user, id, place)
         first = 1 if self.asked.instructions else 0
         self._own = messages[first:]
-        if self.asked.previous_response_id is not None:
-            self._before = kept.get(user, self.asked.previous_response_id, PREVIOUS)
-            messages[first:first] = self._before.messages
+        linked = body.model_copy(update={"messages": messages})
         if self.asked.store is not False:
             self.keep = lambda response: kept.keep(user, response)
-        return body.model_copy(update={"messages": messages})
-
-    def place(self, param: str | None) -> str | None:
-        found = MESSAGE.match(param or "")
-        if param is None or found is None or self._before is None:
-            return super().place(param)
-        first, earlier, number = bool(self.asked.instructions), len(self._before.messages), int(found[1])
-        if first <= number < first + earlier:
-            return PREVIOUS
-        return super().place(
-            f"messages[{number - earlier if number >= first else number}]{param[found.end() :]}"
-        )
+        if self.asked.previous_response_id is None:
+            return linked
+        before = kept.get(user, self.asked.previous_response_id, PREVIOUS)
+        return self.go_on_from(linked, before, first, PREVIOUS)
 
     # ---- the answer
 
@@ -300,10 +287,10 @@ class ResponsesDialect(Translation):
             "usage": _usage(usage),
         }
         items = {item["id"]: _as_message(item) for item in self._output}
-        earlier, size = (self._before.messages, self._before.size) if self._before else ((), 0)
+        earlier, size = (self.before.messages, self.before.size) if self.before else ((), 0)
         messages = (*earlier, *self._own, *_joined(items.values()))
         written = sum(len(str(item)) for item in self._output)
-        self.keep(KeptResponse(self._body, messages, items, size + self.size + written))
+        self.keep(KeptResponse(self._body, messages, size + self.size + written, items))
         return self._body
 
     def _event(self, name: str, /, **fields: Any) -> bytes:
@@ -415,11 +402,16 @@ async def create(body: ResponsesRequest, request: Request, state: StateDep, user
 @router.get("/{response_id}", response_model=ResponseObject)
 async def get_response(response_id: str, state: StateDep, user: CurrentUser) -> Response:
     """Show a response that is still kept."""
-    return JSONResponse(state.responses.get(user.id, response_id).body)
+    return JSONResponse(state.responses.get(user.id, _own(response_id)).body)
 
 
 @router.delete("/{response_id}")
 async def delete_response(response_id: str, state: StateDep, user: CurrentUser) -> ResponseDeleted:
     """Forget a response. Others that went on from it keep their conversations."""
-    state.responses.remove(user.id, response_id)
+    state.responses.remove(user.id, _own(response_id))
     return ResponseDeleted(id=response_id)
+
+
+def _own(id: str) -> str:
+    """Returns the id of a response of this dialect, whatever is asked for."""
+    return f"resp_{id.removeprefix('resp_')}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, cast
 
@@ -10,9 +11,11 @@ from pydantic import BaseModel, ValidationError
 from mpic.api.requests import ChatRequest
 from mpic.http import errors
 from mpic.server.json_routes import PromptRoute
+from mpic.server.kept_responses import KeptResponse
 from mpic.server.routers.chat import Dialect
 from mpic.server.state import State
 
+MESSAGE = re.compile(r"messages\[(\d+)\]")
 Parts = Iterable[tuple[dict[str, Any], str]]
 """Content parts of a chat, each with the field of the client's request that it is made of."""
 
@@ -22,11 +25,14 @@ class Translation(Dialect):
 
     Attributes:
         messages: the messages so far.
+        before: the response that the chat goes on from, if any (``go_on_from``).
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.messages: list[dict[str, Any]] = []
+        self.before: KeptResponse | None = None
+        self._at, self._before_place = 0, ""
 
     @classmethod
     def translate(cls, asked: Any, size: int) -> tuple[ChatRequest, Translation]:
@@ -66,6 +72,26 @@ class Translation(Dialect):
         calls = self.messages[-1].setdefault("tool_calls", [])
         self.places[f"{self._last}.tool_calls[{len(calls)}]"] = place
         calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
+
+    def go_on_from(self, body: ChatRequest, kept: KeptResponse, at: int, place: str) -> ChatRequest:
+        """Returns a chat with the conversation that it goes on from.
+
+        Args:
+            at: number of the message in front of which it stands.
+            place: the field that names it.
+        """
+        self.before, self._at, self._before_place = kept, at, place
+        messages = [*body.messages[:at], *kept.messages, *body.messages[at:]]
+        return body.model_copy(update={"messages": messages})
+
+    def place(self, param: str | None) -> str | None:
+        found = MESSAGE.match(param or "")
+        if param is None or found is None or self.before is None or int(found[1]) < self._at:
+            return super().place(param)
+        own = int(found[1]) - len(self.before.messages)
+        return (
+            super().place(f"messages[{own}]{param[found.end() :]}") if own >= self._at else self._before_place
+        )
 
     def chat(self, fields: dict[str, Any]) -> ChatRequest:
         """Returns the chat completion of these fields. Raises the error to report, with the client's own names of
