@@ -192,6 +192,12 @@ class CacheNotFound(NotFound):
     code = "cache_not_found"
 
 
+class ResponseNotFound(NotFound):
+    """No such response is kept (``previous_response_id``)."""
+
+    code = "response_not_found"
+
+
 class UnknownHandle(NotFound):
     code = "unknown_handle"
 

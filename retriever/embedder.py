@@ -68,6 +68,23 @@ class Embedder:
         seen = [beginning(text, most) for text in texts]
         return self._run(seen, name, lambda part: model.encode_text(tokenize(list(part)).to(self.device)))
 
+    def count(self, text: str) -> tuple[int, int]:
+        """Returns the tokens of a text, and the most that the model reads. A text that is too long by its length alone
+        is not counted: its characters are returned.
+
+        Raises:
+            EmbedderUnavailable: there are no weights.
+        """
+        tokenize = self._loaded()[2]
+        context = getattr(tokenize, "context_length", None) or CONTEXT
+        if len(text) > TOKEN_CHARS * context:
+            return len(text), context
+        stock = getattr(tokenize, "tokenizer", None)  # of transformers
+        if stock is not None:
+            return len(stock(text)["input_ids"]), context
+        ends = 2  # which open_clip's own tokenizer adds
+        return len(tokenize.encode(text)) + ends, context  # ty: ignore[missing-attribute] (two classes of open_clip)
+
     def images(self, images: Sequence[Image.Image]) -> np.ndarray:
         """Embeds images: ``[n, dimension]`` fp32, rows of length 1. Raises EmbedderUnavailable."""
         import torch

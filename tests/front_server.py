@@ -168,9 +168,15 @@ def eventually(true: Any, seconds: float = 10.0) -> bool:
 
 
 @contextmanager
-def front_server(root: Path, template: Any, limits: ServerConfig = LIMITS, app: Any = None):
+def front_server(
+    root: Path,
+    template: Any,
+    limits: ServerConfig = LIMITS,
+    app: Any = None,
+    engine: FakeEngine | None = None,
+):
     """The server in a thread of this process; ``app`` in place of the whole application."""
-    config, engine, key = Config(server=limits), FakeEngine(), ""
+    config, engine, key = Config(server=limits), engine or FakeEngine(), ""
     connections = Connections(limits, limits.max_connections)
     if app is None:
         keys = KeyStore(root)

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 Zero = Annotated[float, Field(ge=0, le=0)]
+One = Annotated[float, Field(ge=1, le=1)]
 Empty = (
     Literal[False]
     | Annotated[list[Any], Field(max_length=0)]
@@ -26,7 +27,7 @@ Names = Annotated[dict[str, Name], Field(max_length=64)]
 
 @dataclass(frozen=True)
 class OpenAIField:
-    """A field of OpenAI's API.
+    """A field of OpenAI's API, or one that vLLM has beside them.
 
     Args:
         kind: the type of the accepted values; None: only null is accepted.
@@ -75,6 +76,7 @@ OPENAI_FIELDS: tuple[OpenAIField, ...] = (
         ({}, {"a": "b"}),
         ({"a": 1}, {"a": "x" * 2000}, "a"),
     ),
+    OpenAIField("min_p", Zero, "0", "use top_p or top_k", (0, 0.0), (0.1,)),
     OpenAIField(
         "modalities",
         Annotated[list[Literal["text"]], Field(fail_fast=True)],
@@ -91,7 +93,7 @@ OPENAI_FIELDS: tuple[OpenAIField, ...] = (
     ),
     OpenAIField("prompt_cache_options", None, "", "chunks are found by their content", no=({},)),
     OpenAIField("prompt_cache_retention", None, "", "upload a file with ttl instead", no=("24h",)),
-    OpenAIField("reasoning_effort", None, "", "a model thinks as its chat template says", no=("low",)),
+    OpenAIField("repetition_penalty", One, "1", PENALTY, (1, 1.0), (1.1,)),
     OpenAIField(
         "response_format",
         dict[Literal["type"], Literal["text"]],

@@ -11,10 +11,14 @@ from pydantic import (
     StrictBool,
     StrictInt,
     StrictStr,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     create_model,
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from mpic.api.openai_fields import annotation, of_the_request
 
@@ -38,6 +42,19 @@ class Strict(BaseModel):
     """Unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+def only(why: str) -> WrapValidator:
+    """Annotates a field whose type has the values that change nothing: all others are refused as not supported, for
+    this reason."""
+
+    def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            raise PydanticCustomError("unsupported", "{why}", {"why": why}) from None
+
+    return WrapValidator(check)
 
 
 # ---- chat: request
@@ -266,6 +283,17 @@ class ReferenceSearch(Strict):
     filter: Filter | None = None
 
 
+Stops = Annotated[list[str], Field(max_length=64, fail_fast=True)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+TemplateOptions = Annotated[
+    dict[
+        Annotated[str, Field(max_length=64)],
+        StrictBool | StrictInt | float | Annotated[str, Field(max_length=1024)],
+    ],
+    Field(max_length=16),
+]
+
+
 class ChatFields(Strict):
     """The fields of a chat completion that have an effect."""
 
@@ -281,12 +309,20 @@ class ChatFields(Strict):
         None, ge=1, le=16, description="number of answers; more than one needs a temperature"
     )
     seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**63 - 16)
-    stop: str | Annotated[list[str], Field(max_length=4, fail_fast=True)] | None = None
+    top_k: StrictInt | None = Field(None, ge=-1, le=2**31 - 1, description="`mpic.top_k`; -1, too, is all")
+    stop: str | Stops | None = None
     logprobs: StrictBool | None = None
     top_logprobs: StrictInt | None = Field(None, ge=0, le=20)
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     parallel_tool_calls: StrictBool | None = Field(
         None, description="false: an answer ends after its first tool call"
+    )
+    reasoning_effort: Effort | None = Field(
+        None, description="for a chat template that reads it; refused for others"
+    )
+    chat_template_kwargs: TemplateOptions | None = Field(
+        None,
+        description="variables of the chat template, such as `enable_thinking`; refused if it does not read them",
     )
     mpic: MPICOptions = MPICOptions()
 
@@ -325,6 +361,8 @@ class ChatRequest(AllChatFields):  # ty: ignore[unsupported-base] (made at run t
                 "max_tokens",
                 "max_tokens and max_completion_tokens differ; max_tokens is the older name of the other",
             )
+        if self.top_k is not None and self.mpic.top_k not in (0, self.top_k):
+            raise WrongField("top_k", "top_k and mpic.top_k differ; they are the same")
         if "" in self.stops:
             at = "" if isinstance(self.stop, str) else f"[{self.stops.index('')}]"
             raise WrongField(f"stop{at}", "stop strings must not be empty")

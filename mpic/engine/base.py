@@ -138,8 +138,9 @@ class TokenLogprob(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """A part of an answer. The last one carries ``finish_reason`` (stop | length | abort) and ``usage``. One with
-    ``retrieval`` reports a search that has ended, before the model reads its result."""
+    """A part of an answer. The last one carries ``finish_reason`` (stop | length | abort), ``usage`` and, if a stop
+    string ended the answer, this string as ``stop``. One with ``retrieval`` reports a search that has ended, before the
+    model reads its result."""
 
     text: str
     token_ids: tuple[int, ...] = ()
@@ -147,6 +148,7 @@ class Delta(NamedTuple):
     finish_reason: str | None = None
     usage: GenerationUsage | None = None
     retrieval: RetrievalRound | None = None
+    stop: str | None = None
 
 
 @dataclass(frozen=True)

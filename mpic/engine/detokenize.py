@@ -16,6 +16,9 @@ class Detokenizer:
 
     Text is held back while it ends in an incomplete character or could still become a stop string, so that nothing that
     was given out is ever taken back.
+
+    Attributes:
+        stop: the stop string that was found, the first in the text if several were.
     """
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
@@ -25,10 +28,14 @@ class Detokenizer:
         # the window of tokens that is decoded again begins at ``_start``; the new ones in it begin at ``_read``
         self._start = self._read = 0
         self._held = ""
-        self.stopped = False
+        self.stop: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop is not None
 
     def push(self, token: int) -> str:
-        """Returns the text that is final with this token. Sets ``stopped`` when a stop string is complete."""
+        """Returns the text that is final with this token. Sets ``stop`` when a stop string is complete."""
         if self._tokenizer is None:
             return ""
         self._ids.append(token)
@@ -58,11 +65,12 @@ class Detokenizer:
     def _release(self, new: str) -> str:
         text = self._held + new
         ends = [(watch, watch.push(new)) for watch in self._watches]
-        found = [len(text) - len(new) + end - len(watch.stop) for watch, end in ends if end is not None]
+        begun = len(text) - len(new)
+        found = [(begun + end - len(watch.stop), watch.stop) for watch, end in ends if end is not None]
         if found:
-            self.stopped = True
+            at, self.stop = min(found)
             self._held = ""
-            return text[: min(found)]
+            return text[:at]
         keep = max((watch.seen for watch in self._watches), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
@@ -71,7 +79,7 @@ class Detokenizer:
         """Forgets the text so far; the text that follows is decoded independently of it."""
         self._ids, self._start, self._read, self._held = [], 0, 0, ""
         self._watches = [_StopSearch(watch.stop) for watch in self._watches]
-        self.stopped = False
+        self.stop = None
 
 
 class _StopSearch:

@@ -97,7 +97,9 @@ class DeltaStream:
             text.append(delta.text)
             ids += delta.token_ids
             logprobs += delta.logprobs
-        return Delta("".join(text), tuple(ids), tuple(logprobs), delta.finish_reason, delta.usage)
+        return delta._replace(
+            text="".join(text), token_ids=tuple(ids), logprobs=tuple(logprobs), retrieval=None
+        )
 
 
 def _is_last(item: Delta | BaseException) -> bool:

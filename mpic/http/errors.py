@@ -13,12 +13,13 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 
 from mpic import memory
-from mpic.api.openai_fields import BY_NAME, OpenAIField
+from mpic.api.openai_fields import BY_NAME
 from mpic.api.requests import WrongField
 from mpic.errors import (
     FACT,
@@ -185,6 +186,12 @@ async def _validation_error(request: Request, exc: Exception) -> JSONResponse:
     return response(from_validation(exc.errors(), exc.body, request.url.path == CHAT))
 
 
+def invalid(error: ValidationError, body: Any, chat: bool) -> MPICError:
+    """Returns the error to report for a body that does not fit its model; see ``from_validation``."""
+    found = [{**e, "loc": ("body", *e["loc"])} for e in error.errors(include_url=False)]
+    return from_validation(found, body, chat)
+
+
 def from_validation(errors: Sequence[Any], body: Any, chat: bool) -> MPICError:
     """Returns the error to report for a malformed request: unsupported parameters first, then the deepest field.
 
@@ -196,19 +203,22 @@ def from_validation(errors: Sequence[Any], body: Any, chat: bool) -> MPICError:
         found, key=lambda e: (_unsupported(*e, chat) is not None, len(e[1]), not _expected(e[0]))
     )
     if unsupported := _unsupported(first, place, chat):
-        parts, field = unsupported
-        why = f": {field.why}" if field else ""
+        parts, why = unsupported
         return UnsupportedParameter(
-            f"{_path(parts)} is not supported by this server{why}", param=_path(parts)
+            f"{_path(parts)} is not supported by this server{why and f': {why}'}", param=_path(parts)
         )
     kind, context = first["type"], first.get("ctx", {})
     if kind == "json_invalid":
         return BadRequest(f"the body is not JSON: {context.get('error', first['msg'])}")
     if kind in ("union_tag_invalid", "union_tag_not_found"):
-        return UnsupportedModality(
-            f"{_path(place)}: content parts are text, image_url, video_url, image, file, document or cache",
-            param=_path((*place, "type")),
-        )
+        path = _path((*place, "type"))
+        if chat:
+            known = "content parts are text, image_url, video_url, image, file, document or cache"
+            return UnsupportedModality(f"{_path(place)}: {known}", param=path)
+        if kind == "union_tag_not_found":
+            return BadRequest(f"{path} is required", param=path)
+        known = context["expected_tags"].replace("'", "")
+        return UnsupportedModality(f"{path}: must be one of {known}", param=path)
     if not place and kind == "missing":
         return BadRequest("a body is required, a JSON object")
     if not place and isinstance(first["input"], (bytes, bytearray)):  # FastAPI reads other types as bytes
@@ -285,17 +295,19 @@ def _units(kind: str) -> str:
     return "characters" if kind.startswith("string") else "items"
 
 
-def _unsupported(error: Any, place: Place, chat: bool) -> tuple[Place, OpenAIField | None] | None:
-    """Returns the unsupported parameter that an error is about, and what is known about it; None if the error is about
-    something else. Fields elsewhere may have the names of ``OPENAI_FIELDS``, such as metadata of references in a
+def _unsupported(error: Any, place: Place, chat: bool) -> tuple[Place, str] | None:
+    """Returns the unsupported parameter that an error is about, and the reason if one is known; None if the error is
+    about something else. Fields elsewhere may have the names of ``OPENAI_FIELDS``, such as metadata of references in a
     filter."""
     field = None
     for end in range(1, len(place) + 1) if chat else ():
         inside = place[end - 2] if end > 1 else None
         field = BY_NAME.get(str(place[end - 1]))
         if field is not None and field.inside == inside and (inside is None or place[0] != "mpic"):
-            return place[:end], field
-    return (place, None) if error["type"] == "extra_forbidden" else None
+            return place[:end], field.why
+    if error["type"] == "unsupported":
+        return place, error["ctx"]["why"]
+    return (place, "") if error["type"] == "extra_forbidden" else None
 
 
 def _place(error: Any, body: Any) -> Place:

@@ -20,9 +20,10 @@ WAITING = b": waiting\n\n"
 """A comment, which clients skip: proxies and browsers close connections that are silent for a minute."""
 
 
-def event(body: dict[str, Any]) -> bytes:
+def event(body: dict[str, Any], name: str = "") -> bytes:
     """Returns an event. JSON has no raw line breaks, so one ``data:`` line is enough."""
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 class ClientDisconnected(Exception):

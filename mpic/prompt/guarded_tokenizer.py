@@ -143,6 +143,21 @@ class GuardedTokenizer:
                 limit.check(len(found))
         return tuple(found)
 
+    def encode_whole(self, text: str, limit: Limit | None = None) -> tuple[int, ...]:
+        """Returns the ids of a text as the stock tokenizer gives them: control strings count, ``prefix`` comes first.
+
+        Raises:
+            ContextLengthExceeded: there are more ids than ``limit`` allows.
+        """
+        pieces: list[Trusted | str | Cut] = []
+        at = 0
+        for found in self._control.finditer(text):
+            pieces += [text[at : found.start()], Trusted(found[0])]
+            at = found.end()
+        if limit is not None:
+            limit.check(len(pieces) // 2)
+        return self.encode_pieces([piece for piece in (*pieces, text[at:]) if piece], limit)[0]
+
     def encode_pieces(
         self, pieces: Iterable[Trusted | str | Cut], limit: Limit | None = None, owner: str | None = None
     ) -> list[tuple[int, ...]]:

@@ -243,7 +243,7 @@ class _Parser:
             )
         if kind == "text":
             return self._text(_string(part, "text", param, allow_empty=True), role, index, f"{param}.text")
-        if role not in ("user", "system"):
+        if role == "assistant":
             raise BadRequest(f"a {role} message takes text parts only, not {kind!r}", param=f"{param}.type")
         name = part.get("name")
         if name is not None and (not isinstance(name, str) or not name.strip()):

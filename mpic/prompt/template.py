@@ -25,12 +25,15 @@ A prompt has this form:
 from __future__ import annotations
 
 import copy
+import inspect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
 from mpic.bounded_json import Bounds
-from mpic.errors import BadRequest, UnsupportedParameter
+from mpic.errors import BadRequest, UnsupportedModality, UnsupportedParameter, cut
 from mpic.kv.chunk import Chunk
 from mpic.prompt.bounds import Limit
 from mpic.prompt.guarded_tokenizer import Cut, GuardedTokenizer, Trusted
@@ -78,12 +81,41 @@ class ChatTemplate:
         self._markers = image_markers(processor)
         self.abilities: Abilities = probe(self._render, self.image_token, self.video_token)
         self.context: int | None = None
+        self._options: Mapping[str, Any] = {}
 
     def within(self, context: int) -> ChatTemplate:
         """Returns the same template for a model that takes at most ``context`` tokens."""
         bounded = copy.copy(self)
         bounded.context = context
         return bounded
+
+    def given(self, options: Mapping[str, Any]) -> ChatTemplate:
+        """Returns the same template with variables of a client, such as ``enable_thinking``.
+
+        Raises:
+            UnsupportedParameter: the template does not read one of them.
+        """
+        for name in options:
+            if name in self._reserved or name not in self._words:
+                field = name if name == "reasoning_effort" else f"chat_template_kwargs.{name}"
+                raise UnsupportedParameter(
+                    f"{cut(field)} is not supported: the model's chat template does not read it", param=field
+                )
+        chosen = copy.copy(self)
+        chosen._options = options
+        return chosen
+
+    @cached_property
+    def _words(self) -> frozenset[str]:
+        """All names that occur in the template."""
+        sources = self._source.values() if isinstance(self._source, dict) else [self._source]
+        return frozenset(re.findall(r"[^\W\d]\w*", "\n".join(sources)))
+
+    @cached_property
+    def _reserved(self) -> frozenset[str]:
+        """Names of what is no client's to choose."""
+        own = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        return frozenset({"messages", *own, *self.tokenizer.special_tokens_map})
 
     @property
     def longest_token(self) -> int | None:
@@ -106,6 +138,34 @@ class ChatTemplate:
             ContextLengthExceeded: there are more than ``context``.
         """
         return self._guard.encode(text, self._limit(self.context, "the text"))
+
+    def tokenize_whole(self, text: str, bare: bool = False) -> tuple[int, ...]:
+        """Returns the ids of a prompt that a client has written as a whole, for the model itself: control strings in it
+        are control tokens.
+
+        Args:
+            bare: leave out what the tokenizer puts in front of a text.
+
+        Raises:
+            ContextLengthExceeded: there are more than ``context``.
+        """
+        ids = self._guard.encode_whole(text, self._limit(self.context, "the prompt", "prompt"))
+        before = len(self._guard.prefix) if bare and not self._begins_itself(text) else 0
+        return ids[before:]
+
+    def _begins_itself(self, text: str) -> bool:
+        return bool(self._guard.prefix) and text.startswith(self.tokenizer.decode(self._guard.prefix[:1]))
+
+    def check_ids(self, ids: Sequence[int], param: str) -> None:
+        """Raises BadRequest if one of the ids is not the tokenizer's."""
+        if ids and not 0 <= min(ids) <= max(ids) < len(self.tokenizer):
+            raise BadRequest(f"the tokenizer has the tokens 0 to {len(self.tokenizer) - 1}", param=param)
+
+    def check_text(self, ids: Sequence[int], param: str) -> None:
+        """Raises UnsupportedModality if one of the ids stands for an image or a video."""
+        media = {self.tokenizer.convert_tokens_to_ids(t) for t in (self.image_token, self.video_token) if t}
+        if not media.isdisjoint(ids):
+            raise UnsupportedModality("images and videos go into /v1/chat/completions", param=param)
 
     @property
     def documents(self) -> SlicedTokenizer:
@@ -184,10 +244,12 @@ class ChatTemplate:
         try:
             conversation = [rendering.message(m) for m in self._fold_system(messages)]
             offered = rendering.placeholders.tree(list(tools or ()), self._guard.is_plain)
+            spell = partial(rendering.placeholders.tree, is_plain=self._guard.is_plain)
+            options = {name: spell(value) for name, value in self._options.items()}
         except RecursionError:
             raise BadRequest(TOO_DEEP) from None
         try:
-            rendered = self._render(conversation, offered)
+            rendered = self._render(conversation, offered, options)
         except RecursionError:
             raise BadRequest(TOO_DEEP) from None
         except TEMPLATE_ERRORS as error:
@@ -197,12 +259,22 @@ class ChatTemplate:
             ) from error
         return rendering.read(rendered)
 
-    def _render(self, messages: list[dict[str, Any]], tools: list | None = None) -> str:
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
         source = self._source
         if isinstance(source, dict):
             source = source["tool_use"] if tools and "tool_use" in source else source["default"]
         return self.tokenizer.apply_chat_template(
-            messages, tools=tools or None, chat_template=source, tokenize=False, add_generation_prompt=True
+            messages,
+            tools=tools or None,
+            chat_template=source,
+            tokenize=False,
+            add_generation_prompt=True,
+            **(options or {}),
         )
 
     def _fold_system(self, messages: Sequence[Message]) -> list[Message]:

@@ -30,7 +30,21 @@ from mpic.server.cutting import cut_document
 from mpic.server.forms import FormCharset
 from mpic.server.guard import BodyLimit, CookieFilter, HostGuard
 from mpic.server.metrics import Metrics, ResponseCounter
-from mpic.server.routers import caches, chat, files, health, metrics, models, references, savings, uploads
+from mpic.server.routers import (
+    caches,
+    chat,
+    embeddings,
+    files,
+    health,
+    messages,
+    metrics,
+    models,
+    references,
+    responses,
+    savings,
+    texts,
+    uploads,
+)
 from mpic.server.savings import SavingsLedger
 from mpic.server.state import State
 from mpic.server.thread_pools import DiskProbe
@@ -48,6 +62,10 @@ KEY_PATIENCE = 0.25
 
 ROUTERS = (
     chat.router,
+    texts.router,
+    messages.router,
+    responses.router,
+    embeddings.router,
     files.router,
     uploads.router,
     caches.router,
@@ -134,6 +152,7 @@ def create_app(
             expose_headers=["Retry-After", "Content-Disposition", "Content-Range", "ETag"],
             max_age=3600,
         )
+    app.add_middleware(messages.MessagesErrors)
     app.add_middleware(CookieFilter, name=COOKIE, value=COOKIE_VALUE)  # before the web interface, too
     app.add_middleware(ProxyPrefix, root_path=config.server.root_path)
     return app

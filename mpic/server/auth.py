@@ -1,4 +1,5 @@
-"""Finds the ``User`` of a request by ``Authorization: Bearer KEY``, and enforces the limits of the key.
+"""Finds the ``User`` of a request by ``Authorization: Bearer KEY`` or ``x-api-key: KEY``, and enforces the limits of
+the key.
 
 Without keys there is one user, ``local``, an admin, and the server answers this machine only. Once a key has been made
 (``mpic keys create``) every route needs one, except those in ``OPEN``, even after the last key is revoked.
@@ -121,7 +122,8 @@ class _Running:
         if self._kind is None:
             await errors.response(error)(scope, self._receive, self._send)
         elif not self._complete and self._kind.startswith("text/event-stream"):
-            await self._send({"type": "http.response.body", "body": event(error.body())})
+            said = scope["state"].get("failure", lambda error: event(error.body()))
+            await self._send({"type": "http.response.body", "body": said(error)})
 
 
 class UnderWay:
@@ -242,7 +244,10 @@ class Authenticate:
             ):  # an event of the page may make calls long after it was let in
                 raise Unauthorized("the API key of this login was revoked")
             return login
-        scheme, _, secret = Headers(scope=scope).get("authorization", "").partition(" ")
+        headers = Headers(scope=scope)
+        scheme, _, secret = headers.get("authorization", "").partition(" ")
+        if not scheme:  # clients of Anthropic's API
+            scheme, secret = "bearer", headers.get("x-api-key", "")
         if scheme.lower() != "bearer" or not secret.strip():
             raise Unauthorized("an API key is needed: send the header Authorization: Bearer KEY")
         key = self.keys.find(secret.strip())

@@ -72,7 +72,15 @@ class _JsonRequest(Request):
 
 
 class JSONRoute(APIRoute):
-    """A route whose JSON body is read by ``read``. FastAPI then receives a model that is valid already."""
+    """A route whose JSON body is read by ``read``. FastAPI then receives a model that is valid already.
+
+    Attributes:
+        openai: its fields are OpenAI's, with the reasons of ``OPENAI_FIELDS``.
+        text: the field that holds most of the text.
+    """
+
+    openai = False
+    text = "messages"
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -113,12 +121,11 @@ class JSONRoute(APIRoute):
         try:
             return model.model_validate(value)
         except ValidationError as error:
-            found = [{**e, "loc": ("body", *e["loc"])} for e in error.errors(include_url=False)]
-            raise errors.from_validation(found, value, self.path == errors.CHAT) from None
+            raise errors.invalid(error, value, self.openai) from None
 
 
-class ChatRoute(JSONRoute):
-    """A route for chat completions, whose bodies are bounded by the model's context."""
+class PromptRoute(JSONRoute):
+    """A route whose bodies are prompts, which are bounded by the model's context."""
 
     def bounds(self, state: State) -> Bounds:
         context, longest = state.engine.info.context_length, state.template.longest_token
@@ -133,6 +140,12 @@ class ChatRoute(JSONRoute):
         context = state.engine.info.context_length
         return ContextLengthExceeded(
             f"the body has {error}; the model's context is {context} tokens",
-            param="messages",
+            param=self.text,
             context_length=context,
         )
+
+
+class ChatRoute(PromptRoute):
+    """A route for chat completions."""
+
+    openai = True

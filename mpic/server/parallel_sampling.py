@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 
 from mpic.engine.base import Delta, GenerationRequest, GenerationStream, GenerationUsage
 
@@ -12,7 +13,7 @@ Submit = Callable[[GenerationRequest], GenerationStream]
 
 
 class ParallelSampling:
-    """``n`` running answers that differ in their seeds.
+    """``n`` running answers to each of some prompts, mostly one; those to one prompt differ in their seeds.
 
     The second answer finds the chunks of the first at once, and the prompt in the prefix cache as soon as the first has
     ended.
@@ -22,11 +23,11 @@ class ParallelSampling:
         self.streams = streams
 
     @classmethod
-    def submit(cls, submit: Submit, request: GenerationRequest, n: int) -> ParallelSampling:
-        """Submits a request ``n`` times, all or none."""
+    def submit(cls, submit: Submit, requests: Sequence[GenerationRequest], n: int) -> ParallelSampling:
+        """Submits each request ``n`` times, all or none."""
         streams: list[GenerationStream] = []
         try:
-            for i in range(n):
+            for request, i in product(requests, range(n)):
                 sampling = request.sampling
                 if sampling.seed is not None:
                     sampling = replace(sampling, seed=sampling.seed + i)
@@ -90,3 +91,23 @@ def merge_usage(usages: Sequence[GenerationUsage]) -> GenerationUsage:
         return GenerationUsage()
     first = max(usages, key=lambda usage: (usage.spent, usage.compiled))
     return replace(first, completion_tokens=sum(usage.completion_tokens for usage in usages))
+
+
+def add_usages(usages: Mapping[int, GenerationUsage], n: int) -> GenerationUsage:
+    """Returns the usage of the answers to several prompts, by the number of the answer; each prompt has ``n``."""
+    prompts: dict[int, list[GenerationUsage]] = {}
+    for i, usage in usages.items():
+        prompts.setdefault(i // n, []).append(usage)
+    first, *others = map(merge_usage, prompts.values()) if prompts else (GenerationUsage(),)
+    if not others:
+        return first
+    counts = (
+        "prompt_tokens",
+        "completion_tokens",
+        "reused",
+        "recomputed",
+        "prefix_hit",
+        "computed",
+        "compiled",
+    )
+    return replace(first, **{name: sum(getattr(u, name) for u in (first, *others)) for name in counts})

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import Depends, Request
 
 from mpic.server.auth import KeyRates
+from mpic.server.kept_responses import KeptResponses
 from mpic.server.thread_pools import DiskProbe, ThreadPools
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class State:
         uploads: counts the bytes of uploads under way.
         parted: uploads in parts.
         rates: counts the requests of keys.
+        responses: responses that requests may go on from.
     """
 
     engine: Engine
@@ -49,6 +51,7 @@ class State:
     parted: PartedUploads
     pools: ThreadPools = field(default_factory=ThreadPools)
     rates: KeyRates = field(default_factory=KeyRates)
+    responses: KeptResponses = field(default_factory=KeptResponses)
 
 
 async def get_state(request: Request) -> State:

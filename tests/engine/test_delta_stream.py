@@ -191,7 +191,7 @@ def test_a_paused_answer_gives_its_pages_to_one_that_grows(make_engine, few):
 
 def test_of_several_answers_read_as_one_none_is_computed_ahead_of_its_reader(make_engine, few):
     engine = make_engine()
-    answers = ParallelSampling.submit(engine.submit, request_of(PROMPT, "full", 100, temperature=1.0), 4)
+    answers = ParallelSampling.submit(engine.submit, [request_of(PROMPT, "full", 100, temperature=1.0)], 4)
 
     async def read() -> list[int]:
         reading = aiter(answers)

@@ -46,7 +46,10 @@ def test_text_is_held_back_and_stopped_as_by_trying_every_length(stops, words):
         if detokenizer.stopped:
             break
     assert (out, detokenizer.stopped) == plainly(stops, words)
-    if not detokenizer.stopped:
+    if detokenizer.stopped:
+        said = "".join(words)[len("".join(out)) :]
+        assert detokenizer.stop in stops and said.startswith(detokenizer.stop)
+    else:
         assert "".join(out) + detokenizer.finish() == "".join(words)
 
 

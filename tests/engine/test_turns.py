@@ -45,7 +45,7 @@ def several_answers(engine):
     for i in range(24):
         request = request_of(prompt_of(ids(i, 12)), "full", 300, "a", temperature=1.0)
         with suppress(QueueFull):
-            started += ParallelSampling.submit(engine.submit, request, 16).streams
+            started += ParallelSampling.submit(engine.submit, [request], 16).streams
     return started
 
 

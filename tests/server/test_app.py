@@ -40,8 +40,8 @@ async def test_health_when_the_engine_is_down(server, monkeypatch):
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
-        ("GET", "/v1/embeddings", 404, "not_found"),
-        ("POST", "/v1/completions", 404, "not_found"),
+        ("GET", "/v1/embeddings", 405, "method_not_allowed"),
+        ("POST", "/v1/images/generations", 404, "not_found"),
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
         ("PUT", "/v1/files", 405, "method_not_allowed"),
         ("GET", "/nothing", 404, "not_found"),

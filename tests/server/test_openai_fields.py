@@ -3,10 +3,11 @@
 import json
 
 import pytest
-from server_helpers import invalid
+from server_helpers import byte_tokenizer, fake_server, invalid, refused_field
 
 from mpic.api.openai_fields import OPENAI_FIELDS
 from mpic.api.requests import ChatRequest
+from mpic.prompt import ChatTemplate
 
 CASES = [(field, value) for field in OPENAI_FIELDS for value in (None, *field.yes)]
 REFUSED = [(field, value) for field in OPENAI_FIELDS for value in field.no]
@@ -45,7 +46,7 @@ def test_every_field_has_examples_and_words(field):
     assert bool(field.taken) == (field.kind is not None)
 
 
-@pytest.mark.parametrize("unknown", ["nonsense", "top_k"])
+@pytest.mark.parametrize("unknown", ["nonsense", "best_of"])
 def test_unknown_fields_are_refused_by_name(unknown):
     error = invalid({"messages": [{"role": "user", "content": "hello"}], unknown: 1})
     assert (error.code, error.param) == ("unsupported_parameter", unknown)
@@ -63,3 +64,89 @@ async def test_a_request_with_all_of_them_answers_as_without(server):
     plain, answer = await server.ask(), await server.ask(**fields)
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"] == plain.json()["choices"]
+
+
+# ---- fields that have an effect
+
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    "{% if enable_thinking is false %}<think></think>{% endif %}"
+    "{% if reasoning_effort %}[{{ reasoning_effort }}]{% endif %}{% if style %}({{ style }}){% endif %}"
+)
+
+
+@pytest.fixture
+async def thinking(tmp_path):
+    """A server whose template reads variables."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = THINKING
+    async with fake_server(tmp_path, ChatTemplate(tokenizer, image_token="<image>")) as server:
+        yield server
+
+
+def ends_with(server):
+    [segment] = server.engine.requests[-1].prompt.segments
+    tokenizer = server.app.state.mpic.template.tokenizer
+    return tokenizer.decode(segment.token_ids).rpartition("assistant\n")[2], segment.token_ids
+
+
+async def test_variables_go_to_a_template_that_reads_them_in_every_dialect(thinking):
+    options = {"enable_thinking": False}
+    assert (await thinking.ask(chat_template_kwargs=options, reasoning_effort="low")).status_code == 200
+    assert ends_with(thinking)[0] == "<think></think>[low]"
+    await thinking.ask()
+    assert ends_with(thinking)[0] == ""  # not kept for the next request
+    told = {"input": "hello", "reasoning": {"effort": "high"}}
+    answer = await thinking.http.post("/v1/responses", json=told)
+    assert answer.json()["reasoning"]["effort"] == "high" and ends_with(thinking)[0] == "[high]"
+    messages = [{"role": "user", "content": "hello"}]
+    told = {"messages": messages, "max_tokens": 9, "output_config": {"effort": "max"}}
+    await thinking.http.post("/v1/messages", json=told)
+    assert ends_with(thinking)[0] == "[max]"
+    counted = await thinking.http.post(
+        "/tokenize", json={"messages": messages, "chat_template_kwargs": options}
+    )
+    assert counted.json()["count"] == len("<think></think>") + len(ends_with(thinking)[1]) - len("[max]")
+
+
+async def test_a_variable_cannot_forge_control_tokens(thinking):
+    await thinking.ask(chat_template_kwargs={"style": "<|im_end|>"})
+    shown, ids = ends_with(thinking)
+    end = thinking.app.state.mpic.template.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert shown == "(<|im_end|>)" and list(ids).count(end) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["nothing", "messages", "tools", "add_generation_prompt", "eos_token", "m.role"]
+)
+async def test_a_variable_that_the_template_does_not_read_is_refused_by_name(thinking, name):
+    answer = await thinking.ask(chat_template_kwargs={name: True})
+    assert refused_field(answer) == (400, "unsupported_parameter", f"chat_template_kwargs.{name}")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "field"),
+    [
+        ("/v1/chat/completions", {"reasoning_effort": "low"}, "reasoning_effort"),
+        ("/v1/responses", {"reasoning": {"effort": "low"}}, "reasoning.effort"),
+        ("/v1/messages", {"output_config": {"effort": "low"}}, "output_config.effort"),
+    ],
+)
+async def test_an_effort_is_refused_where_the_template_has_none(server, path, fields, field):
+    said = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 9}
+    said = {"input": "hello"} if path == "/v1/responses" else said
+    answer = await server.http.post(path, json={**said, **fields})
+    assert refused_field(answer) == (400, "unsupported_parameter", field)
+
+
+async def test_top_k_and_many_stops_reach_the_engine(server):
+    stops = [str(n) for n in range(64)]
+    await server.ask(top_k=5, stop=stops, temperature=1)
+    await server.ask(top_k=-1)
+    await server.ask(top_k=5, mpic={"top_k": 5})
+    assert [request.sampling.top_k for request in server.engine.requests] == [5, 0, 5]
+    assert server.engine.requests[0].sampling.stop == tuple(stops)
+    assert refused_field(await server.ask(top_k=5, mpic={"top_k": 6})) == (400, "bad_request", "top_k")
+    assert refused_field(await server.ask(stop=[*stops, "x"])) == (400, "bad_request", "stop")

@@ -10,7 +10,7 @@ import pydantic
 import pytest
 from server_helpers import invalid, png
 
-from mpic.api import requests
+from mpic.api import messages, requests, responses, texts
 from mpic.api.openai_fields import BY_NAME
 from mpic.errors import (
     DatabaseBusy,
@@ -41,7 +41,7 @@ OBFUSCATED = {"stream": True, "stream_options": {"include_obfuscation": True}}
         ({"seed": 2**64}, "bad_request", "seed"),
         ({"n": 0}, "bad_request", "n"),
         ({"n": 17}, "bad_request", "n"),
-        ({"stop": ["a"] * 5}, "bad_request", "stop"),
+        ({"stop": ["a"] * 65}, "bad_request", "stop"),
         ({"stop": ["a", ""]}, "bad_request", "stop[1]"),
         ({"top_logprobs": 2}, "bad_request", "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "bad_request", "top_logprobs"),
@@ -140,6 +140,8 @@ CHAT = {
         }
     ],
     "parallel_tool_calls": True,
+    "reasoning_effort": "low",
+    "chat_template_kwargs": {"x": True},
     "mpic": {
         "policy": "x",
         "press": "x",
@@ -151,8 +153,158 @@ CHAT = {
         | {"filter": {"str": 1, "b": ["x", 2], "c": {"gt": 1}}},
     },
 } | {name: field.yes[0] if field.yes else None for name, field in BY_NAME.items() if field.inside is None}
+CACHED = {"cache_control": {"type": "ephemeral", "ttl": "5m"}}
+SEEN = {
+    "type": "image",
+    "source": {"type": "base64", "media_type": "image/png", "data": "x"},
+    "transformations": {},
+}
+SAID = {"type": "text", "text": "x", "citations": [], **CACHED}
+BLOCKS = [
+    SAID,
+    SEEN,
+    {"type": "image", "source": {"type": "url", "url": "x"}},
+    {"type": "image", "source": {"type": "file", "file_id": "x"}},
+    {
+        "type": "document",
+        "source": {"type": "text", "media_type": "text/plain", "data": "x"},
+        "title": "x",
+        "context": "x",
+        "citations": {"enabled": False},
+    },
+    {"type": "document", "source": {"type": "content", "content": [SAID, SEEN]}},
+    {"type": "search_result", "content": [SAID], "source": "x", "title": "x"},
+]
+MESSAGES = {
+    "model": "x",
+    "max_tokens": 2,
+    "system": [SAID],
+    "messages": [
+        {"role": "user", "content": BLOCKS},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "x", "signature": "x", "data": "x"},
+                {"type": "tool_use", "id": "x", "name": "f", "input": {}, "caller": {"x": 1}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "x", "content": BLOCKS, "is_error": True}],
+        },
+    ],
+    "tools": [
+        {"name": "f", "input_schema": {"x": 1}, "type": "custom", "description": "x", "strict": True}
+        | {"eager_input_streaming": True, "input_examples": [], "defer_loading": False, **CACHED}
+    ],
+    "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
+    "output_config": {"format": {"type": "json_schema", "schema": {"x": 1}}, "effort": "low"},
+    "thinking": {"type": "disabled"},
+    "speed": "standard",
+    "mpic": CHAT["mpic"],
+    "stream": True,
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "top_k": 2,
+    "stop_sequences": ["x"],
+    "metadata": {"user_id": "x"},
+    "thread": {"type": "continue", "previous_message_id": "x"},
+    "service_tier": "auto",
+    "container": None,
+    "diagnostics": None,
+    "inference_geo": None,
+    **CACHED,
+}
+CONTENT = [
+    {"type": "input_text", "text": "x"},
+    {"type": "output_text", "text": "x", "annotations": [{"x": 1}], "logprobs": [{"x": 1}]},
+    {"type": "refusal", "refusal": "x"},
+    {"type": "input_image", "image_url": "x", "file_id": "x", "detail": "low"},
+    {
+        "type": "input_file",
+        "file_id": "x",
+        "file_data": "x",
+        "filename": "x",
+        "detail": "low",
+        "file_url": None,
+    },
+]
+RESPONSES = {
+    "input": [
+        {"role": "user", "content": CONTENT, "id": "x", "status": "completed", "phase": "commentary"},
+        {"type": "function_call", "call_id": "x", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "x", "output": CONTENT, "name": "f"},
+        {"type": "reasoning", "summary": [], "content": [], "encrypted_content": "x"},
+        {"type": "item_reference", "id": "x"},
+    ],
+    "model": "x",
+    "instructions": "x",
+    "previous_response_id": "x",
+    "store": True,
+    "stream": True,
+    "stream_options": {"include_obfuscation": False},
+    "max_output_tokens": 2,
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "tools": [
+        {"type": "function", "name": "f", "description": "x", "parameters": {"x": 1}, "strict": True}
+        | {"defer_loading": False}
+    ],
+    "tool_choice": {"type": "function", "name": "f"},
+    "parallel_tool_calls": True,
+    "max_tool_calls": 2,
+    "text": {
+        "format": {
+            "type": "json_schema",
+            "name": "x",
+            "description": "x",
+            "schema": {"x": 1},
+            "strict": True,
+        },
+        "verbosity": None,
+    },
+    "reasoning": {"effort": "low", "summary": None, "generate_summary": None},
+    "include": ["reasoning.encrypted_content"],
+    "metadata": {"x": "y"},
+    "user": "x",
+    "safety_identifier": "x",
+    "prompt_cache_key": "x",
+    "service_tier": "auto",
+    "truncation": "disabled",
+    "background": False,
+    "top_logprobs": 0,
+    "context_management": [],
+    "conversation": None,
+    "moderation": None,
+    "prompt": None,
+    "prompt_cache_options": None,
+    "prompt_cache_retention": None,
+    "mpic": CHAT["mpic"],
+}
+COMPLETION = {
+    name: CHAT[name] for name in ("model", "max_tokens", "temperature", "top_p", "n", "seed", "stop")
+} | {
+    "prompt": ["x", "y"],
+    "stream": True,
+    "stream_options": CHAT["stream_options"],
+    "user": "x",
+    "best_of": 1,
+    "echo": False,
+    "frequency_penalty": 0,
+    "logit_bias": {"5": 0},
+    "logprobs": False,
+    "presence_penalty": 0,
+    "suffix": "",
+}
 BODIES = {
     requests.ChatRequest: CHAT,
+    # errors find a field by the identity of what holds it
+    messages.MessagesRequest: json.loads(json.dumps(MESSAGES)),
+    responses.ResponsesRequest: json.loads(json.dumps(RESPONSES)),
+    texts.CompletionRequest: COMPLETION,
+    texts.DetokenizeRequest: {"tokens": [1, 2], "model": "x"},
+    texts.EmbeddingRequest: {"input": ["x"], "model": "x", "encoding_format": "float"}
+    | {"user": "x", "dimensions": False},
     requests.CacheRequest: {
         "text": "x",
         "split": {"mode": "fixed", "tokens": 2, "overlap": 1},
@@ -171,6 +323,8 @@ BODIES = {
 }
 """A body of each model that has all of its fields."""
 WRONG = (None, True, -5, 0.5, 10**30, "", "x", "x" * 3000, [], [[]], {}, {"type": "text"}, [1, "x", {}] * 50)
+NULLS = ("messages", "system", "input")
+"""Fields with parts of earlier answers, which clients send back with fields of their own that are null."""
 INTERNAL = re.compile(
     r"None|True|False|Literal|Union|pydantic|\bdict|\bstr\b|\bint\b|instance|[Ii]nput|type=|Value error|<|validation"
     r"|unable|" + "|".join(rf"\b{name}\b" for name, kind in vars(requests).items() if isinstance(kind, type))
@@ -210,7 +364,7 @@ def refused(model, body):
     except pydantic.ValidationError as error:
         found = [{**e, "loc": ("body", *e["loc"])} for e in error.errors()]
         shown = from_validation(found, body, model is requests.ChatRequest)
-        said = re.sub("must match .*", "", shown.message.removeprefix(shown.param or ""))
+        said = re.sub("must (match|be one of) .*", "", shown.message.removeprefix(shown.param or ""))
         assert not INTERNAL.search(said), shown.message
         return shown
     return None
@@ -225,6 +379,11 @@ def openai_place(at):
     return None
 
 
+def is_type_of_item(at):
+    """Returns whether a place is the type of an item of a response; without one it is a message."""
+    return at[0] == "input" and at[-1] == "type"
+
+
 def test_the_bodies_have_every_field_of_every_model():
     for model, body in BODIES.items():
         assert refused(model, copy.deepcopy(body)) is None
@@ -235,8 +394,9 @@ def test_the_bodies_have_every_field_of_every_model():
                 for field in kind.model_fields.values():
                     known |= set(models(field.annotation))
         names = {at[-1] for at in places(body) if at}
-        missing = {name for kind in known for name in kind.model_fields} - names
-        assert missing <= {"chunks"}, "which cannot stand beside text"
+        missing = {f.alias or name for kind in known for name, f in kind.model_fields.items()} - names
+        alternatives = {"chunks", "structured_outputs", "regex", "choice"}
+        assert missing <= alternatives, "which cannot stand beside text or response_format"
 
 
 def models(annotation):
@@ -253,13 +413,15 @@ def test_a_wrong_value_is_named_by_its_exact_place(model):
     for at in places(BODIES[model]):
         for wrong in WRONG if at else ():
             error = refused(model, changed(BODIES[model], at, wrong))
-            if error is None or error.param == written(openai_place(at) or at):
+            whole = openai_place(at) if model in (requests.ChatRequest, texts.CompletionRequest) else None
+            if error is None or error.param == written(whole or at):
                 count += error is not None
                 continue
             # a container in place of something else is wrong in one of its members, or a member is missing
             where = error.param or ""
             inside = where.startswith((written(at) + ".", written(at) + "["))
             related = model.__name__ == "ChatRequest" and where in RELATED.get(at[-1], ())
+            related = related or (wrong is None and is_type_of_item(at))
             assert related or (inside and isinstance(wrong, dict | list)), (
                 written(at),
                 wrong,
@@ -295,7 +457,10 @@ def test_an_unknown_name_is_named_by_its_exact_place(model):
         "text",
         "content",
     )
-    free = re.compile(r"(.*\.)?(parameters|filter|annotations|metadata|logit_bias|response_format)(\W.*)?")
+    free = re.compile(
+        r"(.*\.)?(parameters|filter|annotations|metadata|logit_bias|response_format|schema|chat_template_kwargs"
+        r"|input_schema|logprobs|caller|transformations|(?<=\]\.)input)(\W.*)?"
+    )
     for at in places(BODIES[model]):
         inside = BODIES[model]
         for part in at:
@@ -307,7 +472,7 @@ def test_an_unknown_name_is_named_by_its_exact_place(model):
                 error = refused(model, changed(BODIES[model], (*at, name), value))
                 if error is None:
                     # a field that is known there, or one of a client's own in an earlier answer, which is null
-                    assert name in ("content", "image_url") or (value is None and at[:1] == ("messages",))
+                    assert name in ("content", "image_url") or (value is None and at[0] in NULLS)
                 else:
                     assert error.param == written((*at, name))
                     assert error.code == "unsupported_parameter" or name in ("text", "content")
@@ -319,9 +484,8 @@ def test_what_is_missing_is_named_by_its_exact_place(model):
         if at and isinstance(at[-1], str):
             error = refused(model, changed(BODIES[model], at, ...))
             if error is not None and error.param != written(at):
-                assert error.param in RELATED.get(at[-1], ()) or at[-1] in ("tool_call_id", "text", "mode"), (
-                    written(at)
-                )
+                related = is_type_of_item(at) or error.param in RELATED.get(at[-1], ())
+                assert related or at[-1] in ("tool_call_id", "text", "mode"), written(at)
 
 
 # ---- everything else of a request

@@ -62,7 +62,7 @@ def test_an_answer_that_ends_by_a_stop_string_says_which_chunks_were_computed_in
     engine.client.go.set()
     prompt = prompt_of(ids(1, 9), CHUNK, ids(2, 3))
     answer = engine.submit(request_of(prompt, "reuse", 8, stop=("cd",))).result()
-    assert (answer.text, answer.finish_reason) == ("ab", "stop")
+    assert (answer.text, answer.finish_reason, answer.stop) == ("ab", "stop", "cd")
     [use] = answer.usage.chunks
     assert (use.tier, use.reason, use.reused) == ("none", "corrupt", 0) and answer.usage.reused == 0
 

@@ -16,13 +16,15 @@ from mpic.api.requests import ChatRequest
 USED = {
     "messages", "model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature", "top_p",
     "n", "seed", "stop", "logprobs", "top_logprobs", "tools", "parallel_tool_calls",
+    "reasoning_effort", "top_k", "chat_template_kwargs",
 }  # fmt: skip
-"""Parameters that do here what they do at OpenAI."""
+"""Parameters that do here what they do at OpenAI, or in vLLM."""
 
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {}}}
 PROBES: dict[str, tuple[Any, ...]] = {
     "audio": ({"voice": "alloy", "format": "wav"},),
+    "chat_template_kwargs": ({"enable_thinking": False},),
     "frequency_penalty": (0.5, 0),
     "function_call": ("none",),
     "functions": ([{"name": "look_up"}], []),
@@ -31,6 +33,7 @@ PROBES: dict[str, tuple[Any, ...]] = {
     "max_completion_tokens": (16,),
     "max_tokens": (16,),
     "messages": ([{"role": "user", "content": "Hello"}],),
+    "min_p": (0.1, 0),
     "metadata": ({"project": "one"}, {}),
     "modalities": (["text", "audio"], ["text"]),
     "model": ("demo",),
@@ -43,6 +46,7 @@ PROBES: dict[str, tuple[Any, ...]] = {
     "prompt_cache_options": ({"mode": "explicit"},),
     "prompt_cache_retention": ("24h",),
     "reasoning_effort": ("low",),
+    "repetition_penalty": (1.1, 1),
     "response_format": (SCHEMA, {"type": "text"}),
     "safety_identifier": ("one",),
     "seed": (1,),
@@ -54,6 +58,7 @@ PROBES: dict[str, tuple[Any, ...]] = {
     "temperature": (0.7,),
     "tool_choice": ("required", "auto", "none"),
     "tools": ([TOOL],),
+    "top_k": (5,),
     "top_logprobs": (2,),
     "top_p": (0.9,),
     "user": ("alice",),

@@ -131,7 +131,8 @@ class Outputs:
             self._scheduler.memory.cache_prefix(request)
         self._release(request)
         count_answer(self.counters, usage, reason)
-        request.stream.put((last or Delta(""))._replace(finish_reason=reason, usage=usage))
+        ended = (last or Delta(""))._replace(finish_reason=reason, usage=usage, stop=request.detokenizer.stop)
+        request.stream.put(ended)
 
     def _release(self, request: Request) -> None:
         if request in self.unfinished:

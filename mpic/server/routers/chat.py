@@ -1,12 +1,15 @@
-"""``/v1/chat/completions``: answers a conversation, whole or streamed."""
+"""``/v1/chat/completions``: answers a conversation, whole or streamed. Other dialects are translated to it and back
+(``Dialect``)."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextvars import Context
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +20,7 @@ from mpic.api.completion import ChatCompletion
 from mpic.api.requests import ChatRequest, MessageParam
 from mpic.cancel import Cancelled, checkpoint
 from mpic.engine.base import Delta, GenerationRequest, GenerationUsage, RetrievalRound, Sampling
-from mpic.errors import UnsupportedParameter
+from mpic.errors import MPICError, UnsupportedParameter
 from mpic.http import errors
 from mpic.http.body import write
 from mpic.http.errors import CLIENT_CLOSED
@@ -28,10 +31,10 @@ from mpic.prompt import ChatTemplate, build_prompt
 from mpic.prompt.bounds import check_conversation
 from mpic.prompt.messages import Handles
 from mpic.server import retrieval
-from mpic.server.auth import CurrentUser, take_answers
+from mpic.server.auth import CurrentUser, User, take_answers
 from mpic.server.completions import CompletionWriter
 from mpic.server.json_routes import ChatRoute
-from mpic.server.parallel_sampling import ParallelSampling, merge_usage
+from mpic.server.parallel_sampling import ParallelSampling, add_usages
 from mpic.server.resolver import LibraryResolver
 from mpic.server.routers.models import check_model
 from mpic.server.state import State, StateDep
@@ -44,8 +47,12 @@ IGNORED = {
     "tool_calls": {"__all__": {"index": True, "function": {"parsed_arguments"}}},
 }
 """Fields of an earlier answer that the model does not see."""
-Count = Callable[[Sequence[GenerationUsage]], None]
-"""Counts the answers of a request that have ended."""
+Count = Callable[[Mapping[int, GenerationUsage]], GenerationUsage]
+"""Counts the answers of a request that have ended, by their numbers, and returns the usage of all."""
+Prepared = tuple[list[GenerationRequest], tuple[RetrievalRound, ...]]
+"""A request for the engine for each prompt, and the searches made for it."""
+INDEX = re.compile(r"\[\d+\]")
+SAME_ANSWERS = "n greedy answers would all be the same: set a temperature above 0"
 PATIENCE = 15.0
 """Seconds after which a stream begins before its first token, and between the comments that say that it waits."""
 MANY_PARTS = 256
@@ -65,10 +72,76 @@ MANY_PARTS = 256
 )
 async def create(body: ChatRequest, request: Request, state: StateDep, user: CurrentUser) -> Response:
     """Answer a conversation that may contain images and documents, uploaded or inline."""
-    check_model(state, body.model)
-    take_answers(request, body.n or 1)
+    return await answer(request, body, state, user, Dialect())
+
+
+class Dialect:
+    """Writes the answers to one request. This one writes chat completions, which others translate.
+
+    Attributes:
+        prompts: the number of prompts that are answered.
+        places: fields of the chat, and those of the client's request that became them.
+    """
+
+    prompts = 1
+
+    def __init__(self) -> None:
+        self.places: dict[str, str] = {}
+
+    def prepare(self, body: ChatRequest, state: State, user: str, handles: Handles) -> Prepared:
+        """Returns the requests for the engine; on a thread."""
+        generation, rounds = prepare(body, state, user, handles)
+        return [generation], rounds
+
+    def place(self, param: str | None) -> str | None:
+        """Returns the field of the client's request that became a field of the chat, or a part of it."""
+        at = param or ""
+        while at and at not in self.places:
+            at = at[: max(at.rfind("."), at.rfind("["), 0)]
+        if not at or param is None:
+            return param
+        rest = param[len(at) :]
+        return self.places[at] + (rest if INDEX.fullmatch(rest) else "")
+
+    def whole(self, completion: dict[str, Any], stop: str | None) -> dict[str, Any]:
+        """Returns the body of an answer.
+
+        Args:
+            completion: a ``chat.completion``.
+            stop: the stop string that ended its first choice.
+        """
+        return completion
+
+    def events(self, chunk: dict[str, Any], stop: str | None) -> Iterable[bytes]:
+        """Returns the events for a ``chat.completion.chunk``, and at the end for the one with the usage alone."""
+        return (event(chunk),)
+
+    def end(self) -> Iterable[bytes]:
+        """Returns the events after the last chunk."""
+        return (DONE,)
+
+    def failure(self, error: MPICError) -> bytes:
+        """Returns the event of an error in the middle of a stream, which then ends."""
+        return event(error.body())
+
+
+async def answer(request: Request, body: ChatRequest, state: State, user: User, dialect: Dialect) -> Response:
+    """Returns the response to a request that has been translated to a chat completion, in its own dialect."""
+    try:
+        check_model(state, body.model)
+        return await _answer(request, body, state, user, dialect)
+    except MPICError as error:
+        error.param = dialect.place(error.param)
+        raise
+
+
+async def _answer(
+    request: Request, body: ChatRequest, state: State, user: User, dialect: Dialect
+) -> Response:
+    n = body.n or 1
+    take_answers(request, n * dialect.prompts)
     handles = Handles(body.mpic.handles)
-    generation, rounds, answers = await _submitted(request, body, state, user.id, handles)
+    generation, rounds, answers = await _submitted(request, body, state, user.id, handles, dialect)
     writer = CompletionWriter(
         generation.id,
         state.engine.info.name,
@@ -81,26 +154,27 @@ async def create(body: ChatRequest, request: Request, state: StateDep, user: Cur
         unlinked=handles.unlinked,
     )
 
-    def count(usages: Sequence[GenerationUsage]) -> None:
-        begun = [usage for usage in usages if usage.ttft_ms]
-        for usage in begun:
+    def count(usages: Mapping[int, GenerationUsage]) -> GenerationUsage:
+        begun = {i: usage for i, usage in usages.items() if usage.ttft_ms}
+        for usage in begun.values():
             state.metrics.answered(usage)
-        state.savings.answered(user.id, merge_usage(begun), len(begun))
+        state.savings.answered(user.id, add_usages(begun, n), len(begun))
+        return add_usages(usages, n)
 
     if not body.stream:
-        return await _whole(request, answers, writer, count, state, user.id)
+        return await _whole(request, answers, writer, dialect, count, state, user.id)
     with_usage = bool(body.stream_options and body.stream_options.include_usage)
-    return await _streamed(request, answers, writer, with_usage, count)
+    return await _streamed(request, answers, writer, dialect, with_usage, count)
 
 
 async def _submitted(
-    request: Request, body: ChatRequest, state: State, user: str, handles: Handles
+    request: Request, body: ChatRequest, state: State, user: str, handles: Handles, dialect: Dialect
 ) -> tuple[GenerationRequest, tuple[RetrievalRound, ...], ParallelSampling]:
     """Builds a request and submits it, both on one thread, because handing work to another thread can take as long as
     building a short prompt.
 
     Returns:
-        The request, the searches made for it, and its answers.
+        The request (of several the first), the searches made for it, and its answers.
 
     Raises:
         ClientDisconnected: the client closed the connection; answers that had been submitted are aborted.
@@ -109,17 +183,17 @@ async def _submitted(
     submitted: list[ParallelSampling] = []
 
     def submit() -> tuple[GenerationRequest, tuple[RetrievalRound, ...]]:
-        generation, rounds = prepare(body, state, user, handles)
+        generations, rounds = dialect.prepare(body, state, user, handles)
         checkpoint()
         # in a context of its own: what an engine begins there must not end with this work
-        answers = Context().run(ParallelSampling.submit, state.engine.submit, generation, body.n or 1)
+        answers = Context().run(ParallelSampling.submit, state.engine.submit, generations, body.n or 1)
         submitted.append(answers)
         try:
             checkpoint()
         except Cancelled:  # nobody may be left to look at ``submitted``
             answers.abort()
             raise
-        return generation, rounds
+        return generations[0], rounds
 
     threads = state.pools.long_prompts if _parts(body) > MANY_PARTS else state.pools.prompts
     try:
@@ -142,9 +216,9 @@ def prepare(
     It may tokenize long texts and decode images, so it runs on a thread.
     """
     if (body.n or 1) > 1 and not body.temperature:
-        raise UnsupportedParameter(
-            "n greedy answers would all be the same: set a temperature above 0", param="n"
-        )
+        raise UnsupportedParameter(SAME_ANSWERS, param="n")
+    if options := template_options(body):
+        state = replace(state, template=state.template.given(options))
     policy = parse_policy(body.mpic.policy or state.config.engine.policy)
     press = asked_press(body, policy)
     resolver = _resolver(state, user)
@@ -178,6 +252,12 @@ def prepare(
     return GenerationRequest(id, prompt, policy, sampling, user, trace, search, exists), rounds
 
 
+def template_options(body: ChatRequest) -> dict[str, Any]:
+    """Returns the variables that a request gives to the chat template."""
+    effort = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
+    return {**(body.chat_template_kwargs or {}), **effort}
+
+
 def _seen(message: MessageParam) -> dict[str, Any]:
     """Returns what the model sees of a message."""
     seen = message.model_dump(exclude_none=True, exclude=IGNORED)
@@ -209,7 +289,7 @@ def sampling_of(body: ChatRequest) -> Sampling:
         max_tokens=body.max_completion_tokens or body.max_tokens,
         temperature=body.temperature or 0.0,
         top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=body.mpic.top_k,
+        top_k=body.mpic.top_k or max(body.top_k or 0, 0),
         seed=body.seed,
         stop=(*body.stops, CLOSE) if one_call else body.stops,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -242,6 +322,7 @@ async def _whole(
     request: Request,
     answers: ParallelSampling,
     writer: CompletionWriter,
+    dialect: Dialect,
     count: Count,
     state: State,
     user: str,
@@ -252,9 +333,11 @@ async def _whole(
         return Response(status_code=CLIENT_CLOSED)
     finally:
         answers.abort()
-    usages = [answer[-1].usage or GenerationUsage() for answer in deltas]
-    count(usages)
-    completion = partial(writer.completion, deltas, merge_usage(usages))
+    usage = count({i: answer[-1].usage or GenerationUsage() for i, answer in enumerate(deltas)})
+
+    def completion() -> dict[str, Any]:
+        return dialect.whole(writer.completion(deltas, usage), deltas[0][-1].stop)
+
     if not writer.logprobs:
         return JSONResponse(completion())
     # up to 21 objects for each token of each answer, which would hold up the event loop for seconds
@@ -263,7 +346,12 @@ async def _whole(
 
 
 async def _streamed(
-    request: Request, answers: ParallelSampling, writer: CompletionWriter, with_usage: bool, count: Count
+    request: Request,
+    answers: ParallelSampling,
+    writer: CompletionWriter,
+    dialect: Dialect,
+    with_usage: bool,
+    count: Count,
 ) -> Response:
     """Waits for the first delta, so that an error before it is still an ordinary error response, but not so long that
     something on the way takes the connection for dead."""
@@ -281,18 +369,21 @@ async def _streamed(
         if isinstance(exc, ClientDisconnected):
             return Response(status_code=CLIENT_CLOSED)
         raise
-    return EventStream(_events(first, deltas, writer, with_usage, count), close=answers.abort)
+    request.state.failure = dialect.failure  # where the stream is ended from outside (``auth``)
+    return EventStream(_events(first, deltas, writer, dialect, with_usage, count), close=answers.abort)
 
 
 async def _events(
     first: asyncio.Future[tuple[int, Delta]],
     rest: AsyncIterator[tuple[int, Delta]],
     writer: CompletionWriter,
+    dialect: Dialect,
     with_usage: bool,
     count: Count,
 ) -> AsyncIterator[bytes]:
     extra: dict[str, Any] = {"usage": None} if with_usage else {}
-    usages: list[GenerationUsage] = []
+    usages: dict[int, GenerationUsage] = {}
+    usage = GenerationUsage()
     opened: set[int] = set()
     try:
         while not first.done():
@@ -303,19 +394,23 @@ async def _events(
             i, delta = found
             if i not in opened:
                 opened.add(i)
-                yield event({**writer.first_chunk(i), **extra})
+                for piece in dialect.events({**writer.first_chunk(i), **extra}, None):
+                    yield piece
             if delta.usage is not None:
-                usages.append(delta.usage)
+                usages[i] = delta.usage
             if delta.text or delta.finish_reason or delta.retrieval or (writer.logprobs and delta.logprobs):
-                yield event({**writer.chunk(delta, i), **extra})
+                for piece in dialect.events({**writer.chunk(delta, i), **extra}, delta.stop):
+                    yield piece
             found = await anext(rest, None)
     except Exception as exc:
         # The status line has been sent, so the error travels as an event, and no [DONE] follows.
-        yield event(errors.as_mpic_error(exc).body())
+        yield dialect.failure(errors.as_mpic_error(exc))
         return
     finally:
         first.cancel()
-        count(usages)
+        usage = count(usages)
     if with_usage:
-        yield event(writer.usage_chunk(merge_usage(usages)))
-    yield DONE
+        for piece in dialect.events(writer.usage_chunk(usage), None):
+            yield piece
+    for piece in dialect.end():
+        yield piece

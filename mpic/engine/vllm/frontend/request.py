@@ -327,7 +327,8 @@ class Request:
             usage.trace = trace(self._prepared.segments, plan, linked, usage.prefix_hit)
         self._runtime.counters["generated"] += usage.completion_tokens
         count_answer(self._runtime.counters, usage, last.reason)
-        self.stream.put(last.delta._replace(finish_reason=last.reason, usage=usage))
+        stop = self._detokenizer.stop
+        self.stream.put(last.delta._replace(finish_reason=last.reason, usage=usage, stop=stop))
 
     # ---- retrieval
 

@@ -1,0 +1,124 @@
+"""The translation of other dialects' requests to chat completions: what ``messages`` and ``responses`` share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar, cast
+
+from pydantic import BaseModel, ValidationError
+
+from mpic.api.requests import ChatRequest
+from mpic.http import errors
+from mpic.server.json_routes import PromptRoute
+from mpic.server.kept_responses import KeptResponse
+from mpic.server.routers.chat import Dialect
+from mpic.server.state import State
+
+MESSAGE = re.compile(r"messages\[(\d+)\]")
+Parts = Iterable[tuple[dict[str, Any], str]]
+"""Content parts of a chat, each with the field of the client's request that it is made of."""
+
+
+class Translation(Dialect):
+    """Collects the messages of a chat, and remembers where each of them comes from.
+
+    Attributes:
+        messages: the messages so far.
+        before: the response that the chat goes on from, if any (``go_on_from``).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[dict[str, Any]] = []
+        self.before: KeptResponse | None = None
+        self._at, self._before_place = 0, ""
+
+    @classmethod
+    def translate(cls, asked: Any, size: int) -> tuple[ChatRequest, Translation]:
+        """Returns a request as a chat completion, with the dialect that writes its answers.
+
+        Args:
+            size: bytes of the request.
+
+        Raises:
+            MPICError: the error to report if it cannot be translated.
+        """
+        raise NotImplementedError
+
+    @property
+    def _last(self) -> str:
+        return f"messages[{len(self.messages) - 1}]"
+
+    def begin(self, role: str, place: str, **fields: Any) -> None:
+        """Begins a new message."""
+        self.messages.append({"role": role, "content": [], **fields})
+        self.places[self._last] = place
+
+    def go_on(self, role: str, place: str) -> None:
+        """Begins a new message unless the last one has this role."""
+        if not self.messages or self.messages[-1]["role"] != role:
+            self.begin(role, place)
+
+    def add(self, parts: Parts) -> None:
+        """Adds parts to the last message."""
+        content = self.messages[-1]["content"]
+        for part, place in parts:
+            self.places[f"{self._last}.content[{len(content)}]"] = place
+            content.append(part)
+
+    def call(self, id: str, name: str, arguments: str, place: str) -> None:
+        """Adds a tool call to the last message."""
+        calls = self.messages[-1].setdefault("tool_calls", [])
+        self.places[f"{self._last}.tool_calls[{len(calls)}]"] = place
+        calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
+
+    def go_on_from(self, body: ChatRequest, kept: KeptResponse, at: int, place: str) -> ChatRequest:
+        """Returns a chat with the conversation that it goes on from.
+
+        Args:
+            at: number of the message in front of which it stands.
+            place: the field that names it.
+        """
+        self.before, self._at, self._before_place = kept, at, place
+        messages = [*body.messages[:at], *kept.messages, *body.messages[at:]]
+        return body.model_copy(update={"messages": messages})
+
+    def place(self, param: str | None) -> str | None:
+        found = MESSAGE.match(param or "")
+        if param is None or found is None or self.before is None or int(found[1]) < self._at:
+            return super().place(param)
+        own = int(found[1]) - len(self.before.messages)
+        return (
+            super().place(f"messages[{own}]{param[found.end() :]}") if own >= self._at else self._before_place
+        )
+
+    def chat(self, fields: dict[str, Any]) -> ChatRequest:
+        """Returns the chat completion of these fields. Raises the error to report, with the client's own names of
+        fields, if there is none."""
+        try:
+            return ChatRequest.model_validate(fields)
+        except ValidationError as invalid:
+            error = errors.invalid(invalid, fields, True)
+            if (place := self.place(error.param)) != error.param:
+                error = type(error)(error.message.replace(error.param or "", place or "", 1), param=place)
+            raise error from None
+
+
+class TranslatedRoute(PromptRoute):
+    """A route whose bodies are translated where they are parsed. The result is ``_asked`` of the body."""
+
+    dialect: ClassVar[type[Translation]]
+
+    def read(self, body: bytes | bytearray, state: State) -> BaseModel | None:
+        size = len(body)
+        asked = cast(Any, super().read(body, state))
+        if asked is not None:
+            asked._asked = self.dialect.translate(asked, size)
+        return asked
+
+
+def calls_of(message: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yields the id, the name and the arguments, JSON, of the calls in a message or in a delta of one."""
+    for call in message.get("tool_calls") or ():
+        yield call.get("id", ""), call["function"].get("name", ""), call["function"].get("arguments", "")
