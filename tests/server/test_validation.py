@@ -140,6 +140,11 @@ CHAT = {
         }
     ],
     "parallel_tool_calls": True,
+    "tool_choice": {"type": "function", "function": {"name": "f"}},
+    "response_format": {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "description": "x", "schema": {"x": 1}, "strict": True},
+    },
     "mpic": {
         "policy": "x",
         "press": "x",
@@ -235,8 +240,9 @@ def test_the_bodies_have_every_field_of_every_model():
                 for field in kind.model_fields.values():
                     known |= set(models(field.annotation))
         names = {at[-1] for at in places(body) if at}
-        missing = {name for kind in known for name in kind.model_fields} - names
-        assert missing <= {"chunks"}, "which cannot stand beside text"
+        missing = {f.alias or name for kind in known for name, f in kind.model_fields.items()} - names
+        alternatives = {"chunks", "structured_outputs", "regex", "choice"}
+        assert missing <= alternatives, "which cannot stand beside text or response_format"
 
 
 def models(annotation):
@@ -275,6 +281,9 @@ RELATED = {
     "max_completion_tokens": ("max_tokens",),
     "stream": ("stream_options",),
     "logprobs": ("top_logprobs",),
+    "tools": ("tool_choice.function.name",),
+    "name": ("tool_choice.function.name",),
+    "type": ("response_format.json_schema",),
     "tool_calls": ("messages[1].content",),
 }
 """Fields that are wrong beside other values of a field."""
@@ -295,7 +304,7 @@ def test_an_unknown_name_is_named_by_its_exact_place(model):
         "text",
         "content",
     )
-    free = re.compile(r"(.*\.)?(parameters|filter|annotations|metadata|logit_bias|response_format)(\W.*)?")
+    free = re.compile(r"(.*\.)?(parameters|filter|annotations|metadata|logit_bias|schema)(\W.*)?")
     for at in places(BODIES[model]):
         inside = BODIES[model]
         for part in at:

@@ -15,7 +15,7 @@ from mpic.api.requests import ChatRequest
 
 USED = {
     "messages", "model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature", "top_p",
-    "n", "seed", "stop", "logprobs", "top_logprobs", "tools", "parallel_tool_calls",
+    "n", "seed", "stop", "logprobs", "top_logprobs", "tools", "parallel_tool_calls", "tool_choice", "response_format",
 }  # fmt: skip
 """Parameters that do here what they do at OpenAI."""
 
@@ -43,7 +43,7 @@ PROBES: dict[str, tuple[Any, ...]] = {
     "prompt_cache_options": ({"mode": "explicit"},),
     "prompt_cache_retention": ("24h",),
     "reasoning_effort": ("low",),
-    "response_format": (SCHEMA, {"type": "text"}),
+    "response_format": (SCHEMA,),
     "safety_identifier": ("one",),
     "seed": (1,),
     "service_tier": ("flex", "auto"),
@@ -52,7 +52,7 @@ PROBES: dict[str, tuple[Any, ...]] = {
     "stream": (True,),
     "stream_options": ({"include_usage": True},),
     "temperature": (0.7,),
-    "tool_choice": ("required", "auto", "none"),
+    "tool_choice": ("none",),
     "tools": ([TOOL],),
     "top_logprobs": (2,),
     "top_p": (0.9,),
