@@ -16,6 +16,7 @@ from mpic.api.requests import ChatRequest
 USED = {
     "messages", "model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature", "top_p",
     "n", "seed", "stop", "logprobs", "top_logprobs", "tools", "parallel_tool_calls", "tool_choice", "response_format",
+    "structured_outputs",
 }  # fmt: skip
 """Parameters that do here what they do at OpenAI."""
 
@@ -51,6 +52,7 @@ PROBES: dict[str, tuple[Any, ...]] = {
     "store": (True, False),
     "stream": (True,),
     "stream_options": ({"include_usage": True},),
+    "structured_outputs": ({"choice": ["yes", "no"]},),
     "temperature": (0.7,),
     "tool_choice": ("none",),
     "tools": ([TOOL],),
