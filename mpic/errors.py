@@ -72,6 +72,18 @@ class UnsupportedParameter(BadRequest):
     code = "unsupported_parameter"
 
 
+class InvalidGrammar(BadRequest):
+    """The form that the request asks of the answer (a schema, a regular expression) is not one that can be followed."""
+
+    code = "invalid_grammar"
+
+
+class GrammarTooComplex(InvalidGrammar):
+    """Following the form would take more work than a request may cause."""
+
+    code = "grammar_too_complex"
+
+
 class LaboratoryMissing(BadRequest):
     """The command belongs to the laboratory, which is not installed; the message says how to install it."""
 

@@ -71,10 +71,13 @@ class Bench:
         ids = tuple(self.template.tokenizer.encode(text, add_special_tokens=False))
         return Chunk(ChunkKey.of_text(text), owner, ids, label="doc")
 
-    def request(self, prompt, policy, tokens=24, user="local", trace=False, retrieval=None, **sampling):
+    def request(
+        self, prompt, policy, tokens=24, user="local", trace=False, retrieval=None, grammar=None, **sampling
+    ):
         sampling = Sampling(max_tokens=tokens, **sampling)
         policy = parse_policy(policy)
-        return GenerationRequest(f"r{next(_ids)}", prompt, policy, sampling, user, trace, retrieval)
+        id = f"r{next(_ids)}"
+        return GenerationRequest(id, prompt, policy, sampling, user, trace, retrieval, grammar=grammar)
 
     def submit(self, prompt, policy, engine=None, **options):
         return (engine or self.engine).submit(self.request(prompt, policy, **options))

@@ -208,9 +208,9 @@ class Function(Strict):
     name: str = Field(pattern="^[A-Za-z0-9_-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = Field(
-        None, description="JSON Schema; shown to the model, not enforced"
+        None, description="JSON Schema of the arguments; they follow it with `strict` or a `tool_choice`"
     )
-    strict: Literal[False] | None = None
+    strict: StrictBool | None = None
 
 
 class Tool(Strict):
@@ -218,6 +218,52 @@ class Tool(Strict):
 
     type: Literal["function"]
     function: Function
+
+
+class ToolName(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    """The tool that the model has to call."""
+
+    type: Literal["function"]
+    function: ToolName
+
+
+class JSONSchema(Strict):
+    name: str = Field(pattern="^[A-Za-z0-9_-]{1,64}$", description="shown to nobody")
+    description: str | None = Field(None, description="shown to nobody: say in the prompt what to write")
+    schema_: dict[str, Any] = Field({}, alias="schema", description="JSON Schema of the answer")
+    strict: StrictBool | None = Field(None, description="the answer follows the schema in any case")
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = Field(None, description="only with `json_schema`")
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> ResponseFormat:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise WrongField(
+                "json_schema", "a json_schema is needed with that type, and allowed with no other"
+            )
+        return self
+
+
+class StructuredOutputs(Strict):
+    """Forms of an answer that OpenAI does not have, as vLLM names them: one of the two."""
+
+    regex: str | None = Field(None, min_length=1, description="the whole answer matches it (Rust's syntax)")
+    choice: (
+        Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, fail_fast=True)] | None
+    ) = Field(None, description="the answer is one of these")
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> StructuredOutputs:
+        if (self.regex is None) == (self.choice is None):
+            raise WrongField("regex", "give one of regex and choice")
+        return self
 
 
 class StreamOptions(Strict):
@@ -324,6 +370,11 @@ class ChatFields(Strict):
         None,
         description="variables of the chat template, such as `enable_thinking`; refused if it does not read them",
     )
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+        None, description="`none`: tools are not shown; `required`, or one by its name: the answer is a call"
+    )
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     mpic: MPICOptions = MPICOptions()
 
 
@@ -366,7 +417,20 @@ class ChatRequest(AllChatFields):  # ty: ignore[unsupported-base] (made at run t
         if "" in self.stops:
             at = "" if isinstance(self.stop, str) else f"[{self.stops.index('')}]"
             raise WrongField(f"stop{at}", "stop strings must not be empty")
+        self._check_form()
         return self
+
+    def _check_form(self) -> None:
+        names = {tool.function.name for tool in self.tools or ()}
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise WrongField("tool_choice.function.name", "must be the name of one of the tools")
+        if self.tool_choice == "required" and not names:
+            raise WrongField("tool_choice", "a call is required, and there are no tools")
+        formed = self.response_format is not None and self.response_format.type != "text"
+        if formed and self.structured_outputs is not None:
+            raise WrongField(
+                "structured_outputs", "the answer has one form: give no response_format beside it"
+            )
 
     @property
     def stops(self) -> tuple[str, ...]:

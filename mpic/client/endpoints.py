@@ -81,7 +81,8 @@ class ChatOptions(TypedDict, total=False):
     logprobs: bool | None
     top_logprobs: int | None
     tools: Sequence[Mapping[str, Any]] | None
-    tool_choice: str | None
+    tool_choice: str | Mapping[str, Any] | None
+    response_format: Mapping[str, Any] | None
     stream_options: Mapping[str, Any] | None
     extra_body: Mapping[str, Any] | None
 

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from mpic.engine.grammar import Grammar
 from mpic.kv.chunk import Chunk
 from mpic.link import BARE, POLICIES, Need, Policy, Wrapping
 from mpic.link.engines import PROVIDES
@@ -117,7 +118,8 @@ class RetrievalRound:
 class GenerationRequest:
     """A request for an answer. ``user`` comes from the server's authentication and isolates every cache. With ``trace``
     the usage shows where every token of the prompt came from. ``exists`` raises if a file of the prompt was deleted; it
-    is called, as in ``Engine.compile``, when a later deletion would be noticed."""
+    is called, as in ``Engine.compile``, when a later deletion would be noticed. With ``grammar`` the answer follows it,
+    and ends where nothing more can."""
 
     id: str
     prompt: Prompt
@@ -127,6 +129,7 @@ class GenerationRequest:
     trace: bool = False
     retrieval: Retrieval | None = field(default=None, compare=False)
     exists: Callable[[], object] | None = field(default=None, compare=False)
+    grammar: Grammar | None = None
 
 
 class TokenLogprob(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from mpic import memory
-from mpic.engine.base import MOST_TOP_K, Sampling
+from mpic.engine.base import MOST_TOP_K, GenerationRequest, Sampling
 from mpic.errors import ContextLengthExceeded, EmptyPrompt, MPICError, OutOfMemory, UnsupportedParameter
 from mpic.link import LinkPlan, Policy
 from mpic.prompt.segments import Prompt, TextSegment
@@ -34,6 +34,26 @@ def check_sampling(sampling: Sampling) -> None:
     ):
         if not good:
             raise UnsupportedParameter(f"{name} must be {rule}, not {getattr(s, name)}", param=name)
+
+
+def check_grammar(request: GenerationRequest) -> None:
+    """Refuses options that an answer with a grammar cannot follow.
+
+    Raises:
+        UnsupportedParameter: names the option.
+    """
+    if request.grammar is None:
+        return
+    if request.sampling.ignore_eos:
+        raise UnsupportedParameter(
+            "an answer in a given form ends where the form ends: ignore_eos cannot go on",
+            param="mpic.ignore_eos",
+        )
+    if request.retrieval is not None:
+        raise UnsupportedParameter(
+            "the model cannot ask for references within a given form: use mode 'always'",
+            param="mpic.retrieval.mode",
+        )
 
 
 def check_context(length: int, asked: int | None, context: int) -> None:

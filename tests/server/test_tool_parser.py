@@ -229,8 +229,6 @@ async def test_without_tools_or_with_choice_none_a_call_is_text(hermes):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tools": [WEATHER], "mpic": {"retrieval": {"mode": "always"}}}, "tools"),
     ],
 )

@@ -142,6 +142,11 @@ CHAT = {
     "parallel_tool_calls": True,
     "reasoning_effort": "low",
     "chat_template_kwargs": {"x": True},
+    "tool_choice": {"type": "function", "function": {"name": "f"}},
+    "response_format": {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "description": "x", "schema": {"x": 1}, "strict": True},
+    },
     "mpic": {
         "policy": "x",
         "press": "x",
@@ -437,6 +442,9 @@ RELATED = {
     "max_completion_tokens": ("max_tokens",),
     "stream": ("stream_options",),
     "logprobs": ("top_logprobs",),
+    "tools": ("tool_choice.function.name",),
+    "name": ("tool_choice.function.name",),
+    "type": ("response_format.json_schema",),
     "tool_calls": ("messages[1].content",),
 }
 """Fields that are wrong beside other values of a field."""
@@ -458,7 +466,7 @@ def test_an_unknown_name_is_named_by_its_exact_place(model):
         "content",
     )
     free = re.compile(
-        r"(.*\.)?(parameters|filter|annotations|metadata|logit_bias|response_format|schema|chat_template_kwargs"
+        r"(.*\.)?(parameters|filter|annotations|metadata|logit_bias|schema|chat_template_kwargs"
         r"|input_schema|logprobs|caller|transformations|(?<=\]\.)input)(\W.*)?"
     )
     for at in places(BODIES[model]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from vllm_facade import MANIFEST, WRAPPINGS, compile_the_same, damage, idle, los
 import mpic.engine.stream as stream_module
 from mpic.api.requests import RetrievalOptions
 from mpic.config import RetrievalConfig
+from mpic.engine.grammar import Grammar
 from mpic.engine.vllm.frontend.linktest import OWNER, link_test
 from mpic.errors import (
     ContextLengthExceeded,
@@ -29,6 +31,8 @@ from mpic.errors import (
     EmptyPrompt,
     EngineStopped,
     FileNotFound,
+    GrammarTooComplex,
+    InvalidGrammar,
     InvalidImage,
     ModelRefused,
     QueueFull,
@@ -477,6 +481,42 @@ def test_an_answer_that_nobody_reads_leaves_vllm_and_goes_on_as_if_it_had_been_r
     assert (answer.text, answer.token_ids) == (whole_answer.text, whole_answer.token_ids)
     assert whole(answer.usage) and answer.usage.prompt_tokens == whole_answer.usage.prompt_tokens
     assert answer.usage.completion_tokens == 40
+
+
+GRAMMAR = Grammar(
+    'start: "[" item (", " item){11} "]"\nitem: %json {"enum": ["red", "green", 12, null]}',
+    (("response_format", ""),),
+)
+
+
+@pytest.mark.parametrize("policy", ["full", "mpic-16"])
+def test_both_engines_give_the_same_answer_in_a_form(bench, native, policy):
+    """Also one that leaves vLLM in its middle, because nobody reads it: it goes on in its grammar."""
+    prompt = bench.prompt("IMAGE#MAP7 FILE#VERA What?")
+    ours, theirs = (
+        bench.ask(prompt, policy, engine, tokens=100, grammar=GRAMMAR) for engine in (bench.engine, native)
+    )
+    assert (ours.text, ours.finish_reason) == (theirs.text, theirs.finish_reason)
+    assert len(json.loads(ours.text)) == 12 and ours.finish_reason == "stop"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream_module, "UNREAD", 8)
+        stream = bench.submit(prompt, policy, tokens=100, grammar=GRAMMAR)
+        until(lambda: bench.engine._active and all(one.stream.full for one in list(bench.engine._active)))
+        until(lambda: not bench.engine._gate.inside())
+        assert stream.result().text == ours.text
+    [plain] = [bench.ask(prompt, policy, tokens=6, ignore_eos=True)]
+    assert plain.usage.completion_tokens == 6
+
+
+def test_a_form_that_cannot_be_followed_is_refused_before_vllm_sees_it(bench):
+    lark = "start: /(a/"
+    with pytest.raises(InvalidGrammar, match="unclosed") as refused:
+        bench.submit(of(bench, "Go"), "full", grammar=Grammar(lark, (("structured_outputs.regex", lark),)))
+    assert refused.value.param == "structured_outputs.regex"
+    wide = Grammar("start: /(a|b)c{100000000}/", (("structured_outputs.regex", "start: /a/"),))
+    with pytest.raises(GrammarTooComplex):
+        bench.ask(of(bench, "Go"), "full", grammar=wide, tokens=1000)
+    assert bench.ask(of(bench, "Go"), "full", tokens=2).token_ids
 
 
 def test_closing_ends_what_runs_and_leaves_no_process(bench):

@@ -15,8 +15,8 @@ from mpic.api.requests import ChatRequest
 
 USED = {
     "messages", "model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature", "top_p",
-    "n", "seed", "stop", "logprobs", "top_logprobs", "tools", "parallel_tool_calls",
-    "reasoning_effort", "top_k", "chat_template_kwargs",
+    "n", "seed", "stop", "logprobs", "top_logprobs", "tools", "parallel_tool_calls", "tool_choice", "response_format",
+    "structured_outputs", "reasoning_effort", "top_k", "chat_template_kwargs",
 }  # fmt: skip
 """Parameters that do here what they do at OpenAI, or in vLLM."""
 
@@ -47,7 +47,7 @@ PROBES: dict[str, tuple[Any, ...]] = {
     "prompt_cache_retention": ("24h",),
     "reasoning_effort": ("low",),
     "repetition_penalty": (1.1, 1),
-    "response_format": (SCHEMA, {"type": "text"}),
+    "response_format": (SCHEMA,),
     "safety_identifier": ("one",),
     "seed": (1,),
     "service_tier": ("flex", "auto"),
@@ -55,8 +55,9 @@ PROBES: dict[str, tuple[Any, ...]] = {
     "store": (True, False),
     "stream": (True,),
     "stream_options": ({"include_usage": True},),
+    "structured_outputs": ({"choice": ["yes", "no"]},),
     "temperature": (0.7,),
-    "tool_choice": ("required", "auto", "none"),
+    "tool_choice": ("none",),
     "tools": ([TOOL],),
     "top_k": (5,),
     "top_logprobs": (2,),

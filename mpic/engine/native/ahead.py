@@ -10,6 +10,9 @@ such a request is discarded: nothing of it is visible, since a row writes nothin
 slot that its request held when it was launched and that is written again before it is read. Whoever is given that slot
 writes it later, too: on the same stream, or by copies that are ordered behind it (``Copies.order``). The other rows are
 the next step, whatever has arrived meanwhile; what has arrived is scheduled after it.
+
+Only the forward runs ahead. The tokens of a step are drawn when the host has taken those of the step before, so that
+the mask of an answer with a grammar (``mpic.engine.grammar``) is that of its last token.
 """
 
 from __future__ import annotations

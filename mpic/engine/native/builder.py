@@ -8,8 +8,9 @@ from concurrent.futures import Future
 
 from mpic.engine.accounting import count_prompt, oversized_chunk, segment_shapes
 from mpic.engine.base import GenerationRequest
-from mpic.engine.checks import check_context, check_prompt, check_sampling
+from mpic.engine.checks import check_context, check_grammar, check_prompt, check_sampling
 from mpic.engine.detokenize import detokenizer_for
+from mpic.engine.grammar import Constraints
 from mpic.engine.native.batch import CompileRequest
 from mpic.engine.native.linker import ChunkLinker
 from mpic.engine.native.presser import check_press
@@ -51,6 +52,7 @@ class RequestBuilder:
 
     def __init__(self, model: LoadedModel, store: ChunkStore | None, linker: ChunkLinker, pool: Pool) -> None:
         self._model, self._store, self.linker, self._pool = model, store, linker, pool
+        self.constraints = Constraints(model.tokenizer, model.eos_ids, model.text_config.vocab_size)
 
     @property
     def scope(self) -> Scope | None:
@@ -66,10 +68,11 @@ class RequestBuilder:
         """Returns the request, before any computation.
 
         Raises:
-            EmptyPrompt, UnsupportedParameter, UnsupportedModality, NoAdapter, ContextLengthExceeded, PoolTooSmall: it
-                cannot be answered.
+            EmptyPrompt, UnsupportedParameter, UnsupportedModality, NoAdapter, ContextLengthExceeded, PoolTooSmall,
+                InvalidGrammar: it cannot be answered.
         """
         check_sampling(spec.sampling)
+        check_grammar(spec)
         segments, policy = spec.prompt.segments, spec.policy
         check_prompt(spec.prompt)
         if spec.retrieval is not None and (policy.two_step or isinstance(policy, DynamicPolicy)):
@@ -85,6 +88,7 @@ class RequestBuilder:
         text = sum(len(segment) for segment in segments if isinstance(segment, TextSegment))
         check_context(text, None, self._model.context_length)  # before anything is decoded or encoded
         self.check_presses(spec.prompt.chunks, policy)
+        constraint = self.constraints.begin(spec.grammar) if spec.grammar is not None else None
         chunks = self.linker.link(spec.prompt.chunks, policy, arrived)
         shapes = shapes_of(segments, chunks, policy, self._model.scope)
         plan = make_plan(shapes, policy, whole_prompt=self.whole_prompt)
@@ -108,6 +112,7 @@ class RequestBuilder:
             stream=stream,
             sampler=Sampler(spec.sampling),
             detokenizer=detokenizer_for(self._model.tokenizer, spec),
+            constraint=constraint,
             arrived=arrived,
             max_tokens=self._max_tokens(spec, prompt),
         )

@@ -386,7 +386,9 @@ class NativeEngine(Engine):
             return computed
         if len(taken) < row:
             logits = logits[list(taken.values())]
-        drawing = Drawing(logits, [request.sampler for request in taken])
+        # on a GPU the step is still under way
+        mask = self.builder.constraints.mask([request.constraint for request in taken])
+        drawing = Drawing(logits, [request.sampler for request in taken], mask)
         if len(taken) == len(slices) and barrier is None and not self._inbox:
             self.ahead.launch(slices, drawing)
         choices = drawing.choices()

@@ -20,6 +20,7 @@ from mpic.engine.native.sampling import Choice
 from mpic.engine.native.scheduler import Scheduler
 from mpic.engine.tombstones import Tombstones
 from mpic.engine.trace import chunk_uses, trace
+from mpic.errors import BadRequest
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,8 @@ class Outputs:
                 raise choice
             self._take(request, *choice, now)
         except Exception as error:
-            log.exception("a token could not be taken")
+            if not isinstance(error, BadRequest):
+                log.exception("a token could not be taken")
             self.fail(request, as_failure(error))
 
     def abort(self, request: Request) -> None:
@@ -78,8 +80,9 @@ class Outputs:
         request.append(token)
         self.counters["generated"] += 1
         ends = token in self._eos and not request.spec.sampling.ignore_eos
+        complete = request.constraint is not None and request.constraint.take(token)
         text, call, over = detokenize(request.detokenizer, token, ends)
-        reason = "stop" if over else None
+        reason = "stop" if over or complete else None
         if reason is None and request.left <= 0:
             reason = "length"
         if reason is None and call is not None:

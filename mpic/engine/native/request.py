@@ -13,6 +13,7 @@ import torch
 
 from mpic.engine.base import GenerationRequest, GenerationUsage
 from mpic.engine.detokenize import Detokenizer
+from mpic.engine.grammar import Constraint
 from mpic.engine.native.batch import EmbeddedTokens, Rows
 from mpic.engine.native.sampling import Sampler
 from mpic.engine.stream import DeltaStream
@@ -201,6 +202,7 @@ class Request(Rows):
     stream: DeltaStream
     sampler: Sampler
     detokenizer: Detokenizer
+    constraint: Constraint | None = None
     arrived: float = 0.0
     max_tokens: int = 0
     path: list[Node] = field(default_factory=list)

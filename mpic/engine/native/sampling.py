@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 
 from mpic.engine.base import Sampling, TokenLogprob
 from mpic.errors import IntegrityError
-from mpic.kernels.upload import upload
+from mpic.kernels.upload import send, upload
 
 log = logging.getLogger(__name__)
 
@@ -83,44 +83,53 @@ def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Choice | E
 class Drawing:
     """The tokens of a step, which the device may still be drawing. The arguments are those of ``choose``.
 
+    Args:
+        mask: the tokens that each row may draw (``mpic.engine.grammar.Constraints.mask``); None: all of them.
+
     Attributes:
         tokens: ``[rows]`` int64 on the device: a token of each row, or a negative code where the host has to take part.
             None when it has to from the start.
         found: the same numbers on the host, as soon as ``choices`` has returned; empty when there are none.
     """
 
-    def __init__(self, logits: torch.Tensor, samplers: Sequence[Sampler]) -> None:
-        self._logits, self._samplers = logits, samplers
+    def __init__(
+        self, logits: torch.Tensor, samplers: Sequence[Sampler], mask: torch.Tensor | None = None
+    ) -> None:
+        self._own, self._samplers = logits, samplers
+        self._logits = logits if mask is None else _masked(logits, mask)
         self._numbers = [0.0 if s.sampling.temperature == 0 else s.next() for s in samplers]
         self.tokens: torch.Tensor | None = None
         self.found: list[int] = []
         if any(sampler.wide for sampler in samplers):
             return
         with suppress(Exception):  # which `choices` meets again, reports and keeps to one row
-            tokens = _draw(logits, [sampler.sampling for sampler in samplers], self._numbers)
+            tokens = _draw(self._logits, [sampler.sampling for sampler in samplers], self._numbers)
             self._read = _fetch(tokens)
             self.tokens = tokens
 
     def keep_logits(self) -> None:
-        """Copies the logits, whose memory the next step overwrites."""
-        self._logits = self._logits.clone()
+        """Copies the logits, whose memory the next step overwrites. Rows that want log-probabilities are not among
+        them."""
+        if self._logits is self._own:
+            self._logits = self._own.clone()
 
     def choices(self) -> list[Choice | Exception]:
         """Waits for the tokens, and returns the choice of each row, or an error that concerns this row alone."""
-        logits, samplers, numbers = self._logits, self._samplers, self._numbers
+        logits, own, samplers, numbers = self._logits, self._own, self._samplers, self._numbers
         try:
             if self.tokens is not None:
                 self.found = self._read()
                 # in most steps nothing else is to be done
                 if min(self.found) >= 0 and all(s.sampling.logprobs is None for s in samplers):
                     return [(token, None) for token in self.found]
-            return _choose(logits, samplers, numbers, list(self.found))
+            return _choose(logits, own, samplers, numbers, list(self.found))
         except Exception:  # the options of one request must not fail the others
             log.exception("the tokens of a step could not be drawn together, and are drawn one by one")
         choices: list[Choice | Exception] = []
         for row, (sampler, number) in enumerate(zip(samplers, numbers, strict=True)):
             try:
-                choices += _choose(logits[row : row + 1], [sampler], [number])
+                one = slice(row, row + 1)
+                choices += _choose(logits[one], own[one], [sampler], [number])
             except Exception as error:
                 choices.append(error)
         return choices
@@ -144,14 +153,23 @@ def _fetch(tokens: torch.Tensor) -> Callable[[], list[int]]:
 
 
 @torch.inference_mode()
+def _masked(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Returns the logits, with minus infinity for the tokens that a row may not draw."""
+    words = send(mask, logits.device)
+    bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device) & 1
+    return logits.masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, float("-inf"))
+
+
+@torch.inference_mode()
 def _choose(
     logits: torch.Tensor,
+    own: torch.Tensor,
     samplers: Sequence[Sampler],
     numbers: Sequence[float],
     tokens: list[int] | None = None,
 ) -> list[Choice | Exception]:
     """Does the work of ``choose``, with the numbers that the samplers have drawn, and the rows' tokens where they are
-    known."""
+    known; ``own`` are the model's logits, without a mask."""
     options = [sampler.sampling for sampler in samplers]
     tried = [row for row, sampler in enumerate(samplers) if not sampler.wide and not tokens]
     tokens = tokens or [_AGAIN] * len(samplers)
@@ -171,7 +189,7 @@ def _choose(
             redrawn = cut(logits[of.pop("rows")[:, 0]], of)
             for row, token in zip(rows, redrawn.tolist(), strict=True):
                 tokens[row] = token
-    logprobs = _logprobs(logits, tokens, options)
+    logprobs = _logprobs(own, tokens, options)
     return [
         (token, logprobs.get(row)) if token >= 0 else IntegrityError("the model's logits are not numbers")
         for row, token in enumerate(tokens)
@@ -308,7 +326,9 @@ def _cut(logits: torch.Tensor, of: dict[str, torch.Tensor], candidates: int | No
         worst = values.masked_fill(~kept, float("inf")).amin(-1, keepdim=True)
         # and top-p is a share of all that top-k keeps, whose sum is not known where that is more than the candidates
         unknown = limited & (of["top_k"] > candidates)
-        drawn = drawn.masked_fill(unknown | (worst <= values[:, -1:]), _AGAIN)
+        # nothing has been left out where a mask allows fewer tokens
+        more = values[:, -1:] > float("-inf")
+        drawn = drawn.masked_fill(more & (unknown | (worst <= values[:, -1:])), _AGAIN)
     return drawn.masked_fill(~total.isfinite(), _NO_NUMBERS)[:, 0]
 
 

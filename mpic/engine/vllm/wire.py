@@ -18,6 +18,8 @@ from mpic.errors import BadRequest
 from mpic.link import LinkPlan
 
 FIELD = "mpic"
+ANSWERED = "mpic_answered"
+"""Key of a request's ``extra_args``: how many tokens at the end of its prompt its grammar has led to already."""
 VERSION = 1
 KNOWN_VERSIONS = ("0.32", "0.33")
 """Versions of vLLM in which everything private that the plugin uses has been looked up (docs/vllm.md has what ran)."""

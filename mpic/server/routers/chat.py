@@ -31,6 +31,7 @@ from mpic.prompt import ChatTemplate, build_prompt
 from mpic.prompt.bounds import check_conversation
 from mpic.prompt.messages import Handles
 from mpic.server import retrieval
+from mpic.server.answer_form import form_of
 from mpic.server.auth import CurrentUser, User, take_answers
 from mpic.server.completions import CompletionWriter
 from mpic.server.json_routes import ChatRoute
@@ -226,6 +227,7 @@ def prepare(
     check_conversation(messages, state.engine.info.context_length, state.template.longest_token)
     options = body.mpic.retrieval
     tools = offered_tools(body, state.template)
+    form = form_of(body)
     if (body.n or 1) > 1 and options.mode == "auto":
         raise UnsupportedParameter("n is 1 while the model searches as it answers", param="n")
     rounds: tuple[RetrievalRound, ...] = ()
@@ -249,7 +251,7 @@ def prepare(
     exists = partial(state.library.files.check_exist, user, own) if own else None
     id = f"chatcmpl-{uuid.uuid4().hex}"
     sampling, trace = sampling_of(body), body.mpic.trace
-    return GenerationRequest(id, prompt, policy, sampling, user, trace, search, exists), rounds
+    return GenerationRequest(id, prompt, policy, sampling, user, trace, search, exists, form), rounds
 
 
 def template_options(body: ChatRequest) -> dict[str, Any]:
@@ -315,7 +317,7 @@ def offered_tools(body: ChatRequest, template: ChatTemplate) -> list[dict[str, A
             "this server does not read the form in which the model calls tools (only <tool_call> JSON)",
             param="tools",
         )
-    return [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in body.tools or ()]
 
 
 async def _whole(

@@ -21,6 +21,7 @@ from mpic.config import EngineConfig
 from mpic.engine.accounting import Arrivals
 from mpic.engine.base import Engine, GenerationRequest
 from mpic.engine.checks import as_shortage
+from mpic.engine.grammar import Constraints
 from mpic.engine.stream import DeltaStream
 from mpic.engine.tombstones import Tombstones
 from mpic.engine.vllm import wire
@@ -106,8 +107,16 @@ class VLLMEngine(Engine):
             PromptPreparer(self.compiler, self.client),
             ThreadPoolExecutor(SEARCHERS, "mpic-search"),
         )
+        constraints = Constraints(self.model.tokenizer, self.model.eos, vocabulary=0)
         self._runtime = Runtime(
-            self.model, self.client, self.compiler, preparer, searchers, self.counters, self._gate
+            self.model,
+            self.client,
+            self.compiler,
+            preparer,
+            searchers,
+            self.counters,
+            self._gate,
+            constraints,
         )
         self.info = _info(config, self.model, self.client, cpu)
         try:

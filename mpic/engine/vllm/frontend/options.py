@@ -82,6 +82,7 @@ REFUSED = {
     "async_scheduling": "links are decided step by step",
     "enable_prefix_caching": "policies decide what is found in it",
     "disable_log_stats": "the metrics come from it",
+    "structured_outputs_config": "llguidance follows grammars, as in the native engine",
     "limit_mm_per_prompt": "max_chunks limits images",
     "max_logprobs": "requests are checked by the server",
     "runner": "the engine generates",
@@ -146,6 +147,7 @@ def engine_args(
     Raises:
         ConfigError: vLLM cannot follow an option.
     """
+    from vllm.config import StructuredOutputsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     given = _given(config.vllm_args, {f.name for f in dataclasses.fields(AsyncEngineArgs)})
@@ -163,6 +165,7 @@ def engine_args(
         "mm_processor_cache_gb": 0,  # its two halves drift apart when a prompt is refused between them
         "enable_prefix_caching": True,
         "async_scheduling": False,
+        "structured_outputs_config": StructuredOutputsConfig(backend="guidance"),
         "worker_cls": f"{PLUGIN}.worker.LinkWorker",
         "scheduler_cls": f"{PLUGIN}.scheduler.LinkScheduler",
         "kv_transfer_config": _connector(config, model, folder, host_bytes),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mpic.engine.accounting import segment_shapes
 from mpic.engine.base import GenerationRequest
-from mpic.engine.checks import check_context, check_prompt, check_sampling
+from mpic.engine.checks import check_context, check_grammar, check_prompt, check_sampling
 from mpic.engine.vllm.frontend.chunks import LinkedChunk
 from mpic.engine.vllm.frontend.client import NO_CLIPS, VLLMClient
 from mpic.engine.vllm.frontend.compiler import ChunkCompiler
@@ -67,6 +67,7 @@ class PromptPreparer:
         """Raises EmptyPrompt, UnsupportedModality or UnsupportedParameter for a request that this engine never
         answers."""
         check_sampling(request.sampling)
+        check_grammar(request)
         check_prompt(request.prompt)
         if any(chunk.kind == "video" for chunk in request.prompt.chunks):
             raise UnsupportedModality(NO_CLIPS, param="messages")

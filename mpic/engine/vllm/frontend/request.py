@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 from mpic.engine import search
 from mpic.engine.accounting import count_answer, count_prompt
 from mpic.engine.base import Delta, GenerationRequest, GenerationUsage, Hit, RetrievalRound, TokenLogprob
 from mpic.engine.checks import as_failure, check_extends
 from mpic.engine.detokenize import detokenize, detokenizer_for
+from mpic.engine.grammar import Constraints
 from mpic.engine.stream import DeltaStream
 from mpic.engine.trace import chunk_uses, trace
 from mpic.engine.vllm.frontend.client import VLLMClient, report_of, unfinished
@@ -27,7 +28,8 @@ from mpic.engine.vllm.frontend.gate import Entered, Gate
 from mpic.engine.vllm.frontend.model import ModelDescription
 from mpic.engine.vllm.frontend.prepare import PreparedPrompt, PromptPreparer
 from mpic.engine.vllm.frontend.prompts import token_prompt
-from mpic.errors import EngineStopped, MPICError
+from mpic.engine.vllm.wire import ANSWERED
+from mpic.errors import EngineStopped, GrammarTooComplex, MPICError
 from mpic.link import LinkPlan
 from mpic.prompt.segments import Segment, TextSegment
 
@@ -42,7 +44,8 @@ REPLACEABLE = frozenset({"missing", "corrupt", "mismatch"})
 @dataclass(frozen=True)
 class Runtime:
     """The parts of an engine that its requests use. ``searchers`` are the threads that searches run on; ``gate`` lets
-    requests into vLLM in turn."""
+    requests into vLLM in turn. vLLM masks tokens itself; ``constraints`` refuse a grammar before that, and check its
+    answers: where vLLM gives a grammar up, it ends the answer as if it were complete."""
 
     model: ModelDescription
     client: VLLMClient
@@ -51,6 +54,7 @@ class Runtime:
     searchers: Executor
     counters: Counter[str]
     gate: Gate
+    constraints: Constraints
 
 
 class Status(Enum):
@@ -91,6 +95,7 @@ class Request:
         self.stopping: EngineStopped | None = None
         self._runtime, self._salt = runtime, salt
         self._detokenizer = detokenizer_for(runtime.model.tokenizer, spec)
+        self._constraint = runtime.constraints.begin(spec.grammar) if spec.grammar is not None else None
         self._generated: list[int] = []
         self._usage = GenerationUsage(policy=spec.policy.name)
         asked = spec.sampling.max_tokens
@@ -198,7 +203,10 @@ class Request:
             await self._recheck(prepared, report)
             return await self._generate(turn, again=True)
         if not ended:
-            raise unfinished("the request could not be computed", output, report, MPICError)
+            what, otherwise = "the request could not be computed", MPICError
+            if self._constraint is not None and not report.get("error"):
+                what, otherwise = "the answer's form takes too much work to follow", GrammarTooComplex
+            raise unfinished(what, output, report, otherwise)
         self._account(output, report, first_token, order is not None)
         self._interrupted += paused
         if progress.call is not None:
@@ -215,6 +223,11 @@ class Request:
     def _params(self, order: dict[str, Any] | None) -> SamplingParams:
         s, seed = self.spec.sampling, self.spec.sampling.seed
         begun = len(self._usage.retrieval) + self._interrupted
+        extra: dict[str, Any] = {} if order is None else {"kv_transfer_params": order}
+        outputs = None
+        if self.spec.grammar is not None:
+            outputs = StructuredOutputsParams(grammar=self.spec.grammar.lark)
+            extra[ANSWERED] = len(self._generated)
         return SamplingParams(
             max_tokens=self._max_tokens - len(self._generated),
             temperature=s.temperature,
@@ -228,7 +241,8 @@ class Request:
             detokenize=False,
             skip_reading_prefix_cache=None if self.spec.policy.prefix else True,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={"kv_transfer_params": order} if order is not None else None,
+            structured_outputs=outputs,
+            extra_args=extra or None,
         )
 
     def _read(self, output: CompletionOutput) -> Progress:
@@ -240,13 +254,14 @@ class Request:
         for i, token in enumerate(output.token_ids):
             final = output.finish_reason == "stop" and i == len(output.token_ids) - 1
             ends = (token in self._runtime.model.eos or final) and not sampling.ignore_eos
+            complete = self._constraint is not None and self._constraint.take(token)
             read = detokenize(self._detokenizer, token, ends)
             self._generated.append(token)
             ids.append(token)
             text += read.text
             if output.logprobs is not None:
                 logprobs.append(_logprob(token, output.logprobs[i], sampling.logprobs))
-            if read.over:
+            if read.over or complete:
                 reason = "stop"
             elif len(self._generated) >= self._max_tokens:
                 reason = "length"

@@ -1,6 +1,6 @@
-"""vLLM's scheduler with three additions: a request that the connector gives up ends with an error that states the
-reason, every output of a link carries the connector's report, and an image that is compiled stays encoded until its
-request ends.
+"""vLLM's scheduler with four additions: a request that the connector gives up ends with an error that states the
+reason, every output of a link carries the connector's report, an image that is compiled stays encoded until its request
+ends, and an answer that goes on in a new request goes on in its grammar.
 
 A KV connector can end requests only through failed blocks, after a step that computed them, and vLLM's output then
 carries no reason. A report that came with the last output alone would be lost to a caller who has seen enough and
@@ -17,10 +17,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
-from mpic.engine.vllm.wire import FIELD
+from mpic.engine.vllm.wire import ANSWERED, FIELD
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
 
 
@@ -47,6 +47,19 @@ class LinkScheduler(Scheduler):
             )
             outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(one)
         return outputs
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        for name in scheduler_output.num_scheduled_tokens:
+            request = self.requests[name]
+            if request.structured_output_request is None or not request.sampling_params.extra_args:
+                continue
+            answered = request.sampling_params.extra_args.pop(
+                ANSWERED, 0
+            )  # once: a preempted request keeps its grammar
+            if answered:
+                tokens = list(request.prompt_token_ids[-answered:])
+                request.structured_output_request.grammar.accept_tokens(name, tokens)
+        return super().get_grammar_bitmask(scheduler_output)
 
     def _free_encoder_inputs(self, request: Request) -> None:
         """Keeps the image of a compile order, whose embeddings are exported with the last token of the prompt: a step
