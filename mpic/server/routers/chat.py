@@ -104,6 +104,13 @@ class Dialect:
         rest = param[len(at) :]
         return self.places[at] + (rest if INDEX.fullmatch(rest) else "")
 
+    def rename(self, error: MPICError) -> None:
+        """Has an error name the field of the client's request."""
+        place = self.place(error.param)
+        if error.param and place != error.param:
+            error.message = error.message.replace(error.param, place or "", 1)
+        error.param = place
+
     def whole(self, completion: dict[str, Any], stop: str | None) -> dict[str, Any]:
         """Returns the body of an answer.
 
@@ -132,7 +139,7 @@ async def answer(request: Request, body: ChatRequest, state: State, user: User, 
         check_model(state, body.model)
         return await _answer(request, body, state, user, dialect)
     except MPICError as error:
-        error.param = dialect.place(error.param)
+        dialect.rename(error)
         raise
 
 

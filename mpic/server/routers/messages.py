@@ -69,6 +69,8 @@ RENAMED = {
     "mpic.top_k": "top_k",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "response_format": "output_config.format",
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "tool_choice.function.name": "tool_choice.name",
     "reasoning_effort": "output_config.effort",
 }
 
@@ -406,7 +408,7 @@ async def count_tokens(
         for chunk in compiling:
             count += await while_connected(request, asyncio.shield(asyncio.wrap_future(chunk)))
     except MPICError as error:
-        error.param = dialect.place(error.param)
+        dialect.rename(error)
         raise
     return TokenCount(input_tokens=count)
 

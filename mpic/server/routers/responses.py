@@ -39,6 +39,8 @@ RENAMED = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
+    "tool_choice.function.name": "tool_choice.name",
     "reasoning_effort": "reasoning.effort",
 }
 GIVEN_BACK = (

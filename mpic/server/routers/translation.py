@@ -100,8 +100,7 @@ class Translation(Dialect):
             return ChatRequest.model_validate(fields)
         except ValidationError as invalid:
             error = errors.invalid(invalid, fields, True)
-            if (place := self.place(error.param)) != error.param:
-                error = type(error)(error.message.replace(error.param or "", place or "", 1), param=place)
+            self.rename(error)
             raise error from None
 
 
