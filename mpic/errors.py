@@ -126,6 +126,12 @@ class UnsupportedType(InvalidUpload):
     code = "unsupported_type"
 
 
+class NoImageDecoder(UnsupportedType):
+    """The package that decodes such images is not installed; the message names the command that installs it."""
+
+    code = "no_image_decoder"
+
+
 class NoVideoDecoder(UnsupportedType):
     """The package that decodes such videos is not installed; the message names the command that installs it."""
 

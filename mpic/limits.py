@@ -33,7 +33,8 @@ class StorageLimits:
         video_seconds: longest clip.
         video_pixels: most pixels of the frames that a model is shown of a clip, all together; each takes three bytes.
         decode_bytes: memory that decoding images and clips may take at a time, all together.
-        gif: accept GIF and take its first frame; otherwise GIF is refused.
+        gif: take the first frame of an animated GIF where the model takes clips, too; elsewhere that is all that is
+            taken of it.
         user_files: maximum number of files of one user; 0: no quota.
         user_bytes: maximum number of bytes of one user's originals; 0: no quota.
         user_disk_bytes: maximum number of bytes of one user's compiled chunks on disk; 0: a fair share of the budget.

@@ -47,6 +47,10 @@ class FileObject(Expiring):
         None, description="the chunks of a document that was cut; only in the response about this one file"
     )
     press: str | None = Field(None, description="the press that its upload asked for; none: no compression")
+    format: str | None = Field(
+        None,
+        description="the form in which the file holds its text, if not UTF-8: an encoding such as `cp1252`",
+    )
     state: CompileState
     tiers: Tiers = Field(default_factory=tuple)
     outcome: Annotated[str, one_of("created", "unchanged", "replaced")] | None = Field(

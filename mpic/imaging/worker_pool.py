@@ -55,6 +55,7 @@ REFUSALS = {
         errors.ImageTooLarge,
         errors.InvalidImage,
         errors.InvalidVideo,
+        errors.NoImageDecoder,
         errors.NoVideoDecoder,
         errors.OutOfMemory,
         errors.UnsupportedType,

@@ -227,7 +227,7 @@ class ReferenceLibrary(LibraryPart):
         """Returns the text of a text reference. Raises as ``content``."""
         if reference.kind != "text":
             raise ValueError(f"{reference.id} is an image")
-        return decode_text(self.content(reference), self._limits)
+        return decode_text(self.content(reference), self._limits, reference.format)
 
     def image(self, reference: Reference) -> Image.Image:
         """Returns the decoded RGB image of an image reference. Raises as ``content``."""

@@ -208,7 +208,7 @@ class UploadIntake(LibraryPart):
     def _describe(self, wanted: Wanted, incoming: Incoming, now: float, expires_at: float | None) -> File:
         """Returns the record of an upload. Raises as ``identify``."""
         with on_behalf_of(wanted.owner):
-            key = identify(incoming, self._limits, self._no_clips())
+            key, format = identify(incoming, self._limits, self._no_clips())
         if wanted.asked and wanted.split and key.kind != "text":
             raise BadRequest(
                 f"only documents can be cut; {'an image' if key.kind == 'image' else 'a clip'} is one chunk",
@@ -230,6 +230,7 @@ class UploadIntake(LibraryPart):
             metadata=wanted.metadata,
             split=wanted.split if key.kind == "text" else None,
             press=wanted.press or "",
+            format=format,
         )
 
 

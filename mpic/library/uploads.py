@@ -231,7 +231,7 @@ class UploadLibrary(InlineChunks):
             return make(load_image=lambda: decode_image(self._read(file), self._limits))
         if file.kind == "video":
             return make(load_clip=lambda sample: decode_clip(self._read(file), sample, self._limits))
-        read = lambda: decode_text(self._read(file), self._limits)
+        read = partial(self._text, file)
         return make(token_ids=self._tokens.ids(file.id, tokenize or self._tokenizer(), read))
 
     def chunks(self, user: str, file: File | str) -> list[Chunk]:
@@ -251,7 +251,7 @@ class UploadLibrary(InlineChunks):
                 file = self.get(user, file.id)
         if pieces is None or len(pieces) <= 1:
             return [self.chunk(user, file)]
-        text = cache(lambda: decode_text(self._read(file), self._limits))
+        text = cache(partial(self._text, file))
         found = []
         for number, (start, end, digest) in enumerate(pieces):
             read = lambda start=start, end=end: text()[start:end]
@@ -284,7 +284,7 @@ class UploadLibrary(InlineChunks):
     def _cut(self, file: File) -> list[DocumentPiece]:
         if self.cut is None:
             raise RuntimeError("the library cannot cut texts; set UploadLibrary.cut")
-        text = decode_text(self._read(file), self._limits)
+        text = self._text(file)
         spans = self.cut(text, file.split or {})
         return [DocumentPiece(start, end, ChunkKey.of_text(text[start:end]).digest) for start, end in spans]
 
@@ -409,6 +409,9 @@ class UploadLibrary(InlineChunks):
         self._originals.remove_files(emptied)
         self._originals.remove(file.path for file, _ in removed)
         return removed
+
+    def _text(self, file: File) -> str:
+        return decode_text(self._read(file), self._limits, file.format)
 
     def _read(self, file: File) -> bytes:
         return self._verified(file, self._originals.read)

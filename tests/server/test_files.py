@@ -29,7 +29,7 @@ async def test_upload_is_compiled_in_the_background(tmp_path, template):
         theirs = {"object": "file", "bytes": len(png()), "filename": "red.png", "purpose": "vision"}
         theirs |= {"expires_at": None, "status": "uploaded", "status_details": None}
         ours = {"handle": "EIFFEL", "kind": "image", "tokens": None, "state": "compiling", "tiers": []}
-        ours |= {"chunk_count": 1, "chunks": None, "press": None, "outcome": "created"}
+        ours |= {"chunk_count": 1, "chunks": None, "press": None, "format": None, "outcome": "created"}
         assert file == {"id": file["id"], "created_at": file["created_at"], **theirs, **ours}
         await wait_until(lambda: engine.pending)
         engine.pending[0].set_result(CHUNK_TOKENS)

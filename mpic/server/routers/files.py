@@ -51,7 +51,7 @@ async def upload(
     request: Request,
     state: StateDep,
     user: CurrentUser,
-    file: Annotated[UploadFile, File(description="PNG, JPEG, WebP, BMP, or text in UTF-8")],
+    file: Annotated[UploadFile, File(description="an image, a clip, or text")],
     purpose: Annotated[str, Form(description="one of " + ", ".join(PURPOSES))] = "user_data",
     handle: Annotated[
         str | None, Form(description="NAME for `IMAGE#NAME` and `FILE#NAME` in prompts")
@@ -324,5 +324,5 @@ def _show(file: LibraryFile, state: State, tiers: Tiers, counts: Mapping[str, in
     except DocumentTooLong as error:
         details = error.message
     more = {"purpose": purpose, "status_details": details, "chunk_count": counts.get(file.id, 1)}
-    more["press"] = file.press or None
+    more |= {"press": file.press or None, "format": file.format or None}
     return shown(FileObject, file, tiers=tiers.get(file.id, ()), **more)
