@@ -19,10 +19,11 @@ Tiers = Annotated[tuple[str, ...], Field(description="tiers below the device tha
 
 
 class FileChunk(ApiObject):
-    """The start and end of a chunk of a document, in characters of its text."""
+    """The start and end of a chunk of a document, in characters of its text, and the page that it is on."""
 
     start: int
     end: int
+    page: int | None = None
 
 
 class FileObject(Expiring):
@@ -49,7 +50,10 @@ class FileObject(Expiring):
     press: str | None = Field(None, description="the press that its upload asked for; none: no compression")
     format: str | None = Field(
         None,
-        description="the form in which the file holds its text, if not UTF-8: an encoding such as `cp1252`",
+        description="how the file holds its text, if not in UTF-8: an encoding such as `cp1252`, or `pdf`, `docx`, ...",
+    )
+    pages: int | None = Field(
+        None, description="number of its pages, slides or sheets; `FILE#NAME[3-5]` are some of them"
     )
     state: CompileState
     tiers: Tiers = Field(default_factory=tuple)

@@ -46,7 +46,9 @@ class File:
         split: the settings by which a document is cut into chunks (``mode``, ``tokens``, ``overlap``); None: it is one
             chunk.
         press: name of the press that its upload asked for, ``none``, or empty if the upload did not say.
-        format: the encoding in which the original holds its text (``cp1252``); empty for UTF-8, images and clips.
+        format: how the original holds its text: an encoding (``cp1252``) or a kind of document (``pdf``); empty for
+            UTF-8, images and clips.
+        pages: number of its pages, slides or sheets; None: it has none.
     """
 
     id: str
@@ -68,6 +70,7 @@ class File:
     split: dict[str, Any] | None = field(default=None, hash=False)
     press: str = ""
     format: str = ""
+    pages: int | None = None
 
     @property
     def status(self) -> str:

@@ -121,7 +121,7 @@ class ReferenceIntake(LibraryPart):
         return await receive(self._originals, self._limits.upload_bytes, source, accept)
 
     def _accept(self, id: str, incoming: Incoming, commit: Commit, what: What) -> Reference:
-        key, format = identify(incoming, self._limits)
+        key, format, _ = identify(incoming, self._limits)
         path = self._originals.path(SHARED, new_id(f"{id}@"))  # no two versions ever share a file
         content = {
             "kind": key.kind,

@@ -240,3 +240,10 @@ def m012_formats_of_texts(db: sqlite3.Connection) -> None:
     """Adds the form in which an original holds its text: an encoding, empty where that is UTF-8 or no text."""
     for table in ("files", "refs", "retired_refs"):
         db.execute(f"ALTER TABLE {table} ADD COLUMN format TEXT NOT NULL DEFAULT ''")
+
+
+@migration
+def m013_pages(db: sqlite3.Connection) -> None:
+    """Adds the number of a document's pages, and the page of each of its pieces; NULL where there are none."""
+    db.execute("ALTER TABLE files ADD COLUMN pages INTEGER")
+    db.execute("ALTER TABLE pieces ADD COLUMN page INTEGER")

@@ -52,6 +52,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "split",
         "press",
         "format",
+        "pages",
     ),
     "reference": (
         *("id", "version", "title", "description", "metadata", *CONTENT),
@@ -61,7 +62,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "owner": ("id", "created_at", *QUOTAS),
 }
 """Columns of the catalogue that a sidecar holds. State and tokens are not among them: they follow from compiling."""
-ADDED = {"file": {"split": None, "press": "", "format": ""}, "reference": {"format": ""}}
+ADDED = {"file": {"split": None, "press": "", "format": "", "pages": None}, "reference": {"format": ""}}
 """Columns that the sidecars of earlier versions lack, with what that means."""
 CACHE_CHUNK = ("id", *CONTENT, "pinned", "position", "start", "end")
 
@@ -286,6 +287,7 @@ def _model(kind: str) -> Any:
         "kind": Kind,
         "metadata": dict[str, scalar],
         "pinned": bool,
+        "pages": whole | None,
         "split": dict[str, scalar | None] | None,
     }
 

@@ -14,7 +14,15 @@ from mpic.imaging.budget import Budget
 from mpic.imaging.decoder import MOST_WAITING
 from mpic.imaging.image_header import SMALL_BYTES
 from mpic.library.folder.originals import Incoming
-from mpic.library.intake.decode import HEAD, NO_CLIPS, Content, check_text_size, content_of, sniff
+from mpic.library.intake.decode import (
+    HEAD,
+    NO_CLIPS,
+    Content,
+    check_text_size,
+    content_of,
+    is_document,
+    sniff,
+)
 from mpic.library.limits import Limits
 from mpic.library.records import Scalar
 
@@ -43,7 +51,8 @@ def identify(incoming: Incoming, limits: Limits, no_clips: str | None = NO_CLIPS
         DecoderBusy: too many large uploads are waiting.
         OutOfMemory: there is not enough memory to decode it now.
     """
-    if sniff(incoming.head(HEAD), no_clips) == "text":
+    head = incoming.head(HEAD)
+    if sniff(head, no_clips) == "text" and not is_document(head):
         check_text_size(incoming.bytes, limits)  # before all of it is read
     large = incoming.bytes > SMALL_BYTES
     with READING.taken(incoming.bytes, READ_BYTES) if large else nullcontext():

@@ -15,6 +15,8 @@ from mpic.errors import EmptyUpload, InvalidText, TooLarge, UnsupportedType
 from mpic.imaging.clip_header import STILL_BRANDS, container, is_animated
 from mpic.imaging.clips import FRAME_PIXELS, Clip, ClipRules, Sample
 from mpic.imaging.decoder import decoder
+from mpic.imaging.documents import SIGNATURES as DOCUMENTS
+from mpic.imaging.documents import DocumentRules, DocumentText
 from mpic.imaging.pixels import ImageRules
 from mpic.kv.chunk import ChunkKey, Kind
 from mpic.library.limits import Limits
@@ -71,9 +73,6 @@ COHERENT = 0.1
 """Least share of what a language's words are made of that a text in an encoding must have."""
 
 FOREIGN = {
-    b"%PDF-": "PDF",
-    b"PK\x03\x04": "ZIP (or an Office document)",
-    b"\xd0\xcf\x11\xe0": "old Office document",
     b"{\\rtf": "RTF",
     b"8BPS": "Photoshop",
     b"\x00\x00\x01\x00": "ICO",
@@ -92,7 +91,10 @@ RIFF = {b"WAVE": "WAV audio"}
 BMP_HEADERS = frozenset({12, 40, 52, 56, 64, 108, 124})
 
 
-NO_CLIPS = "send an image (PNG, JPEG, WebP, BMP, GIF, TIFF, AVIF, HEIC) or text, and of a video the frames to be seen"
+NO_CLIPS = (
+    "send an image (PNG, JPEG, WebP, BMP, GIF, TIFF, AVIF, HEIC), a document (PDF, DOCX, PPTX, XLSX) or text, and of a "
+    "video the frames you want seen"
+)
 
 
 def sniff(head: bytes, no_clips: str | None = NO_CLIPS) -> Kind:
@@ -183,10 +185,12 @@ def clip_key(data: bytes, limits: Limits | None = None) -> ChunkKey:
 
 
 class Content(NamedTuple):
-    """The identity of a file's content, and the form in which a file holds its text (``File.format``)."""
+    """The identity of a file's content, the form in which a file holds its text (``File.format``), and how many pages
+    it has (``File.pages``)."""
 
     key: ChunkKey
     format: str = ""
+    pages: int | None = None
 
 
 def content_of(data: bytes, limits: Limits | None = None, no_clips: str | None = NO_CLIPS) -> Content:
@@ -196,7 +200,7 @@ def content_of(data: bytes, limits: Limits | None = None, no_clips: str | None =
         no_clips: why clips are not taken, as the end of a sentence; None: they are, and an animated image is one.
 
     Raises:
-        As ``image_key``, ``clip_key``, ``encoding_of`` and ``decode_text``.
+        As ``image_key``, ``clip_key``, ``read_document``, ``encoding_of`` and ``decode_text``.
     """
     limits = limits or Limits()
     kind = sniff(data[:HEAD], no_clips)
@@ -206,6 +210,10 @@ def content_of(data: bytes, limits: Limits | None = None, no_clips: str | None =
         return Content(clip_key(data, limits))
     if kind == "image":
         return Content(image_key(data, limits))
+    if is_document(data):
+        document = read_document(data, limits)
+        key = ChunkKey.of_text("".join(document.pages))
+        return Content(key, document.format, len(document.pages) if document.paged else None)
     check_text_size(len(data), limits)
     encoding = encoding_of(data)
     return Content(ChunkKey.of_text(decode_text(data, limits, encoding)), encoding)
@@ -233,6 +241,39 @@ def check_text_size(size: int, limits: Limits) -> None:
     """Raises TooLarge if a text has more bytes than the limits allow."""
     if size > limits.text_bytes:
         raise TooLarge(f"the text has {size} bytes, the limit is {limits.text_bytes}", param="file")
+
+
+def is_document(head: bytes) -> bool:
+    """Returns whether the first bytes of a text are those of a PDF, of a ZIP or of an old Office document."""
+    return head.startswith(DOCUMENTS)
+
+
+def read_document(data: bytes, limits: Limits | None = None, patient: bool = False) -> DocumentText:
+    """Returns the text of a PDF or Office document, which another process reads.
+
+    Args:
+        patient: wait even if too many others do.
+
+    Raises:
+        As ``mpic.imaging.decoder.Decoder.document``.
+    """
+    limits = limits or Limits()
+    rules = DocumentRules(limits.document_pages, limits.text_bytes)
+    return decoder().document(data, rules, limits.decode_bytes, patient)
+
+
+def read_pages(data: bytes, limits: Limits, format: str = "") -> list[str]:
+    """Returns the text of an original, by page; of one without pages all of it.
+
+    Args:
+        format: how it holds its text (``File.format``).
+
+    Raises:
+        As ``read_document`` and ``decode_text``.
+    """
+    if is_document(data):
+        return read_document(data, limits, patient=True).pages
+    return [decode_text(data, limits, format)]
 
 
 def encoding_of(data: bytes) -> str:
