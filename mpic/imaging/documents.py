@@ -209,7 +209,9 @@ def _said(cell: object) -> str:
 
 def _table(rows: Iterable[Iterable[str]]) -> str:
     """Returns a table in Markdown."""
-    lines = ["| " + " | ".join(" ".join(cell.split()) for cell in row) + " |" for row in rows]
+    lines = [
+        "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in row) + " |" for row in rows
+    ]
     if lines:
         lines.insert(1, "|" + "---|" * (lines[0].count(" | ") + 1))
     return "\n".join(lines)

@@ -212,6 +212,16 @@ async def test_a_file_inside_a_request_is_refused_by_its_place(server, data, cod
     assert (error["code"], error["param"]) == (code, "messages[0].content[0].file.file_data")
 
 
+async def test_a_reference_may_be_a_document(server):
+    files = {"file": ("report.pdf", pdf(REPORT[:2]))}
+    answer = await server.http.post(
+        "/v1/references", data={"title": "Report", "id": "ref_report"}, files=files
+    )
+    assert answer.status_code == 200, answer.text
+    await server.ask([{"type": "file", "file": {"file_id": "ref_report"}}])
+    assert [chunk.key for chunk in linked(server)] == [ChunkKey.of_text("".join(SHOWN[:2]))]
+
+
 async def test_a_document_that_another_version_of_its_parser_reads_otherwise_is_compiled_anew(
     tmp_path, template, monkeypatch
 ):
@@ -230,13 +240,13 @@ async def test_a_document_that_another_version_of_its_parser_reads_otherwise_is_
         server.library.check()
 
 
-@pytest.mark.parametrize("memory, seconds", [(128 << 20, 30), (256 << 20, 1)])
+@pytest.mark.parametrize("memory, seconds", [(64 << 20, 30), (256 << 20, 1)])
 def test_a_document_that_takes_too_much_memory_or_time_is_refused(memory, seconds, monkeypatch):
     monkeypatch.setattr(decoder_module, "DOCUMENT_SLACK", memory)
     monkeypatch.setattr(decoder_module, "DOCUMENT_CPU_SECONDS", seconds)
     made = decoder_module.Decoder(workers=1)
     with pytest.raises(DocumentTooCostly):
-        made.document(docx(["words " * 20] * 300_000), documents.DocumentRules(10, 1 << 30), 1 << 30)
+        made.document(docx(["words " * 20] * 120_000), documents.DocumentRules(10, 1 << 30), 1 << 30)
     assert made.document(docx(["x"]), documents.DocumentRules(10, 1000), 1 << 30).pages == ["x"]
     made.workers.close()
 

@@ -34,21 +34,10 @@ MARKS = {
     codecs.BOM_UTF16_LE: "utf_16",
     codecs.BOM_UTF16_BE: "utf_16",
 }
-ENCODINGS = (
-    *(
-        "utf_16_le",
-        "utf_16_be",
-        "cp1250",
-        "cp1251",
-        "cp1252",
-        "cp1253",
-        "cp1254",
-        "cp1255",
-        "cp1256",
-        "koi8_r",
-    ),
-    *("cp932", "euc_jp", "gb18030", "big5", "cp949"),
-)
+ENCODINGS = [
+    *("utf_16_le", "utf_16_be", "cp1250", "cp1251", "cp1252", "cp1253", "cp1254", "cp1255", "cp1256"),
+    *("koi8_r", "cp932", "euc_jp", "gb18030", "big5", "cp949"),
+]
 """Encodings that are looked for in a text without a byte order mark. Rare ones would explain the bytes of others."""
 ALPHABETS = {
     "cp1250": ("áčďéěíňóřšťúůýž", "áäčďéíĺľňóôŕšťúýž", "ąćęłńóśźż", "áéíóöőúüű", "ăâîşţ", "čćđšž"),
@@ -278,7 +267,7 @@ def read_pages(data: bytes, limits: Limits, format: str = "") -> list[str]:
 
 def encoding_of(data: bytes) -> str:
     """Returns Python's name of the encoding of a text; empty if it is UTF-8. UTF-16 and UTF-32 are known by their byte
-    order mark, others by ``charset-normalizer``, which finds words of a language in a text that is decoded rightly.
+    order mark, others by ``charset-normalizer``, which looks for the letters of a language in each reading of a text.
 
     Raises:
         InvalidText: it is none, or several encodings explain it equally well.
@@ -326,9 +315,9 @@ def _fitting(match: CharsetMatch) -> str | None:
 
 
 def _matches(sample: bytes) -> Iterable[CharsetMatch]:
-    from charset_normalizer import from_bytes  # half of a tenth of a second, which UTF-8 need not wait for
+    from charset_normalizer import from_bytes  # imported here, because most texts are in UTF-8
 
-    return from_bytes(sample, cp_isolation=list(ENCODINGS), enable_fallback=False)
+    return from_bytes(sample, cp_isolation=ENCODINGS, enable_fallback=False)
 
 
 def decode_text(data: bytes, limits: Limits | None = None, encoding: str = "") -> str:
