@@ -192,7 +192,8 @@ def _formats(data: bytes) -> tuple[str, ...]:
     if kind == "AVIF":
         from PIL import AvifImagePlugin
 
-        AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # each thread would take address space, which is bounded
+        # each thread would take address space, which is bounded
+        AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # ty: ignore[invalid-assignment] (its type is its value)
     elif kind in ("HEIC", "HEIF"):
         try:
             import pillow_heif
@@ -200,7 +201,7 @@ def _formats(data: bytes) -> tuple[str, ...]:
             raise NoImageDecoder(
                 f"{kind} needs a decoder that is not installed here: {INSTALL_HEIC}", param="file"
             ) from error
-        pillow_heif.options.DECODE_THREADS = 1
+        pillow_heif.options.DECODE_THREADS = 1  # ty: ignore[invalid-assignment] (as above)
         pillow_heif.register_heif_opener(thumbnails=False)
         return ("HEIF",)
     return FORMATS
