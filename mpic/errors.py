@@ -126,10 +126,32 @@ class UnsupportedType(InvalidUpload):
     code = "unsupported_type"
 
 
+class NoImageDecoder(UnsupportedType):
+    """The package that decodes such images is not installed; the message names the command that installs it."""
+
+    code = "no_image_decoder"
+
+
 class NoVideoDecoder(UnsupportedType):
     """The package that decodes such videos is not installed; the message names the command that installs it."""
 
     code = "no_video_decoder"
+
+
+class InvalidDocument(InvalidUpload):
+    code = "invalid_document"
+
+
+class NoText(InvalidDocument):
+    """There is no text in the document: its pages are pictures."""
+
+    code = "no_text"
+
+
+class NoDocumentReader(UnsupportedType):
+    """The packages that read such documents are not installed; the message names the command that installs them."""
+
+    code = "no_document_reader"
 
 
 class InvalidText(InvalidUpload):
@@ -214,6 +236,18 @@ class UnknownHandle(NotFound):
     code = "unknown_handle"
 
 
+class NoPages(UnknownHandle):
+    """A prompt names a page of a file that has no pages."""
+
+    code = "no_pages"
+
+
+class PageNotFound(UnknownHandle):
+    """A prompt names a page that the document does not have."""
+
+    code = "page_not_found"
+
+
 class ReferenceNotFound(NotFound):
     code = "reference_not_found"
 
@@ -270,6 +304,18 @@ class ImageTooCostly(TooLarge):
     """The image takes far more time or memory to decode than its size explains."""
 
     code = "image_too_costly"
+
+
+class DocumentTooCostly(TooLarge):
+    """The document takes far more time or memory to read than its size explains."""
+
+    code = "document_too_costly"
+
+
+class TooManyPages(TooLarge):
+    """The document has more pages than are accepted."""
+
+    code = "too_many_pages"
 
 
 class VideoTooLarge(TooLarge):

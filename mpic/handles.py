@@ -10,6 +10,8 @@ from pathlib import PurePath
 LONGEST = 64
 """Characters of a handle."""
 KINDS = ("IMAGE", "FILE")
+PAGES = re.compile(r"\[(\d{1,6})(?:-(\d{1,6}))?\]")
+"""The pages of a document behind its handle: ``[3]`` or ``[3-5]``."""
 RUN = re.compile(r"[\w.\-]+")
 
 
@@ -43,6 +45,14 @@ def end_of_name(text: str, start: int) -> int:
             end += 1
         else:
             return end
+
+
+def without_pages(name: str) -> tuple[str, tuple[int, int] | None]:
+    """Returns a name without the pages behind it, and the first and last of these; None if there are none."""
+    if not name.endswith("]") or (found := PAGES.fullmatch(name, max(0, name.rfind("[")))) is None:
+        return name, None
+    first = int(found[1])
+    return name[: found.start()], (first, int(found[2] or first))
 
 
 def of_file(filename: str) -> str:

@@ -16,6 +16,7 @@ POSITIVE = (
     "image_pixels",
     "video_seconds",
     "video_pixels",
+    "document_pages",
     "decode_bytes",
     "disk_bytes",
 )
@@ -27,13 +28,15 @@ class StorageLimits:
 
     Args:
         upload_bytes: largest upload of any kind.
-        text_bytes: largest text document, in bytes of UTF-8.
+        text_bytes: largest text, in bytes of UTF-8; of a PDF or Office document the text that is read from it.
         image_pixels: most pixels of an image; checked before it is decoded.
         image_aspect: longest side of an image over its shortest.
         video_seconds: longest clip.
         video_pixels: most pixels of the frames that a model is shown of a clip, all together; each takes three bytes.
-        decode_bytes: memory that decoding images and clips may take at a time, all together.
-        gif: accept GIF and take its first frame; otherwise GIF is refused.
+        document_pages: most pages of a PDF, slides of a presentation, or sheets of a table.
+        decode_bytes: memory that decoding images, clips and documents may take at a time, all together.
+        gif: take the first frame of an animated GIF where the model takes clips, too; elsewhere that is all that is
+            taken of it.
         user_files: maximum number of files of one user; 0: no quota.
         user_bytes: maximum number of bytes of one user's originals; 0: no quota.
         user_disk_bytes: maximum number of bytes of one user's compiled chunks on disk; 0: a fair share of the budget.
@@ -55,6 +58,7 @@ class StorageLimits:
     image_aspect: float = 200.0
     video_seconds: int = 600
     video_pixels: int = 128_000_000
+    document_pages: int = 1000
     decode_bytes: int = 1 * GiB
     gif: bool = False
     user_files: int = 50_000

@@ -99,6 +99,11 @@ def _modes() -> dict[str, bytes]:
     found["webp"], found["webp RGBA"] = saved(image, "WEBP"), saved(layer, "WEBP")
     found["webp lossless"] = saved(layer, "WEBP", lossless=True)
     found["gif"] = saved(image.convert("P"), "GIF")
+    for mode in ("1", "L", "P", "RGB", "CMYK"):
+        found[f"tiff {mode}"] = saved(image.convert(mode), "TIFF", compression="tiff_deflate")
+    found["tiff RGBA"], found["tiff 16 bits"] = saved(layer, "TIFF"), saved(Image.fromarray(shades), "TIFF")
+    found["tiff of two pages"] = saved(image, "TIFF", save_all=True, append_images=[photo((9, 9))])
+    found["avif"], found["avif RGBA"] = saved(image, "AVIF"), saved(layer, "AVIF", quality=90)
     found["jpeg"], found["jpeg L"] = saved(image, "JPEG"), saved(image.convert("L"), "JPEG")
     found["jpeg CMYK"] = saved(image.convert("CMYK"), "JPEG")
     found["jpeg CMYK progressive"] = saved(image.convert("CMYK"), "JPEG", progressive=True)
@@ -134,7 +139,9 @@ SHADES = _shades()
 def _turned() -> dict[str, bytes]:
     found = {f"jpeg turned {i}": turned(i, "JPEG") for i in range(10)}
     found |= {f"png turned {i}": turned(i, "PNG", "P") for i in range(1, 9)}
-    found |= {f"webp turned {i}": turned(i, "WEBP") for i in (3, 6)}
+    found |= {
+        f"{kind} turned {i}": turned(i, kind.upper()) for kind in ("webp", "tiff", "avif") for i in (3, 6)
+    }
     return found
 
 
@@ -143,7 +150,7 @@ def _hostile() -> dict[str, bytes]:
     more = {"save_all": True, "append_images": frames[1:]}
     bomb = zlib.compress(b"A" * 30_000_000, 9)
     found = {f"animated {f}": saved(frames[0], f, **more) for f in ("PNG", "WEBP", "GIF")}
-    for format in ("PNG", "JPEG", "WEBP", "BMP", "GIF"):
+    for format in ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF"):
         whole = saved(photo(), format)
         found |= {f"half of a {format}": whole[: len(whole) // 2], f"head of a {format}": whole[:40]}
     after = plain[:33]  # signature and header

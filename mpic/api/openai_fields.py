@@ -117,14 +117,6 @@ OPENAI_FIELDS: tuple[OpenAIField, ...] = (
         inside="image_url",
     ),
     OpenAIField(
-        "file_data",
-        None,
-        "",
-        "upload it to /v1/files, or send a document part with its text",
-        no=("data:text/plain;base64,eA==",),
-        inside="file",
-    ),
-    OpenAIField(
         "include_obfuscation",
         Literal[False],
         "false",

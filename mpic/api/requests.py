@@ -106,12 +106,16 @@ class ImagePart(Strict):
 
 
 class FileRef(Strict):
-    file_id: str
-    file_data: annotation("file_data") = None  # ty: ignore[invalid-type-form] (as above)
+    """A file: an upload, or the file itself, by one of `file_id` and `file_data`."""
+
+    file_id: str | None = None
+    file_data: str | None = Field(None, description="a data URL: a document, a text, an image or a clip")
+    filename: str | None = Field(None, description="label of `file_data` in this conversation")
 
 
 class FilePart(Strict):
-    """An uploaded document (or image, or clip) by one of `file`, `file_id` and `handle`."""
+    """A document (or image, or clip) by one of `file`, `file_id` and `handle`. `[3-5]` behind an id or a handle names
+    pages."""
 
     type: Literal["file"]
     file: FileRef | None = None

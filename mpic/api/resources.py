@@ -19,10 +19,11 @@ Tiers = Annotated[tuple[str, ...], Field(description="tiers below the device tha
 
 
 class FileChunk(ApiObject):
-    """The start and end of a chunk of a document, in characters of its text."""
+    """The start and end of a chunk of a document, in characters of its text, and the page that it is on."""
 
     start: int
     end: int
+    page: int | None = None
 
 
 class FileObject(Expiring):
@@ -47,6 +48,13 @@ class FileObject(Expiring):
         None, description="the chunks of a document that was cut; only in the response about this one file"
     )
     press: str | None = Field(None, description="the press that its upload asked for; none: no compression")
+    format: str | None = Field(
+        None,
+        description="how the file holds its text, if not in UTF-8: an encoding such as `cp1252`, or `pdf`, `docx`, ...",
+    )
+    pages: int | None = Field(
+        None, description="number of its pages, slides or sheets; `FILE#NAME[3-5]` are some of them"
+    )
     state: CompileState
     tiers: Tiers = Field(default_factory=tuple)
     outcome: Annotated[str, one_of("created", "unchanged", "replaced")] | None = Field(

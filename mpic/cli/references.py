@@ -56,7 +56,9 @@ Kind = Annotated[Literal["image", "text"] | None, typer.Option(help="only these"
 @client_command(app, "add")
 def add(
     client: MPIC,
-    paths: Annotated[list[Path], typer.Argument(help="images and UTF-8 texts", exists=True, dir_okay=False)],
+    paths: Annotated[
+        list[Path], typer.Argument(help="images, documents and texts", exists=True, dir_okay=False)
+    ],
     title: Title = None,
     description: Description = None,
     meta: Metadata = None,

@@ -47,7 +47,7 @@ class FileOutcome(NamedTuple):
 @client_command(app)
 def upload(
     client: MPIC,
-    paths: Annotated[list[Path], typer.Argument(help="images, clips and UTF-8 text files")],
+    paths: Annotated[list[Path], typer.Argument(help="images, clips, documents and texts")],
     handle: Annotated[
         str | None, typer.Option(help="NAME for IMAGE#NAME or FILE#NAME in prompts; one file only")
     ] = None,

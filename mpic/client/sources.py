@@ -32,8 +32,8 @@ Source = str | os.PathLike[str] | bytes | IO[bytes] | tuple[str, bytes | IO[byte
 
 PIECE = 256 << 10
 """Bytes of a body that are read at a time."""
-IMAGE_URL = re.compile(r"data:image/(?:png|jpeg|webp|bmp|gif);base64,")
-"""The beginning of a data URL of an image. The server decides whether it accepts GIF, and whether it is an image."""
+IMAGE_URL = re.compile(r"data:image/(?:png|jpeg|webp|bmp|gif|tiff|avif|heic|heif);base64,")
+"""The beginning of a data URL of an image. The server decides whether it is one."""
 
 
 @dataclass(frozen=True)

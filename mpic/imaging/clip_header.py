@@ -8,8 +8,8 @@ from collections.abc import Iterator
 NO_CLIPS = "this model takes no videos; send the frames you want seen as images"
 CONTAINERS = {b"\x1aE\xdf\xa3": "Matroska or WebM video"}
 STILL_BRANDS = {
-    b"avif": "AVIF", b"heic": "HEIC", b"heix": "HEIC", b"mif1": "HEIF", b"jp2 ": "JPEG 2000", b"jpx ": "JPEG 2000",
-    b"jxl ": "JPEG XL",
+    b"avif": "AVIF", **dict.fromkeys((b"heic", b"heix", b"heim", b"heis"), "HEIC"), b"mif1": "HEIF",
+    b"jp2 ": "JPEG 2000", b"jpx ": "JPEG 2000", b"jxl ": "JPEG XL",
 }  # fmt: skip
 MOST_PARTS = 400_000
 """Maximum number of parts of a file that are looked at: as many as a GIF of 100 MB has blocks."""

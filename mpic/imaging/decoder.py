@@ -18,9 +18,11 @@ from mpic.errors import ImageTooCostly, VideoTooLarge
 from mpic.imaging import pixels
 from mpic.imaging.budget import Budget
 from mpic.imaging.clips import Clip, ClipFacts, ClipRules, Sample
+from mpic.imaging.documents import DocumentRules, DocumentText
 from mpic.imaging.image_header import ImageHeader, MiB, read_header
 from mpic.imaging.pixels import Identity, ImageRules
-from mpic.imaging.worker_pool import CLIP, CLIP_CPU_SECONDS, CPU_SECONDS, IMAGE, Reply, WorkerPool
+from mpic.imaging.worker import CLIP, DOCUMENT, IMAGE
+from mpic.imaging.worker_pool import CLIP_CPU_SECONDS, CPU_SECONDS, DOCUMENT_CPU_SECONDS, Reply, WorkerPool
 
 MOST_WORKERS = 4
 MOST_WAITING = 16
@@ -36,6 +38,8 @@ CLIP_PER_PIXEL = 40
 """Bytes of memory for each pixel of a clip's frame: H.264 may refer to 16 frames of 1.5 bytes a pixel, or two bytes and
 more in finer formats; the frame itself is held a few times, in RGB."""
 CLIP_SLACK = 128 * MiB
+DOCUMENT_PER_BYTE, DOCUMENT_SLACK = 4, 256 * MiB
+"""Bytes of memory for each byte of a document, and for what is unpacked of it."""
 
 
 class Decoder:
@@ -49,6 +53,7 @@ class Decoder:
         in_workers: counts what is being decoded in worker processes, which have the rest of it. Small images never wait
             for large ones.
         clips: lets one clip be decoded at a time, so that images find a worker while minutes of film are walked over.
+        documents: lets one document be read at a time, for the same reason.
         workers: the worker processes.
     """
 
@@ -56,6 +61,7 @@ class Decoder:
         self.in_process = Budget(most=64, most_waiting=1 << 20)
         self.in_workers = Budget(workers or min(MOST_WORKERS, os.cpu_count() or 1), MOST_WAITING)
         self.clips = Budget(1, MOST_CLIPS_WAITING)
+        self.documents = Budget(1, MOST_WAITING)
         self.workers = WorkerPool()
 
     def identify(self, data: bytes, rules: ImageRules, budget: int) -> Identity:
@@ -190,6 +196,39 @@ class Decoder:
             self.workers.one() as worker,
         ):
             return worker.run(order, data, targets)
+
+    # -- documents, too
+
+    def document(self, data: bytes, rules: DocumentRules, budget: int, patient: bool = False) -> DocumentText:
+        """Return the text of a PDF or Office document.
+
+        Args:
+            budget: bytes that all decoding may take at a time.
+            patient: wait even if too many others do.
+
+        Raises:
+            InvalidUpload, TooLarge: the document is not accepted; see ``documents.read``.
+            DocumentTooCostly: it takes far more time or memory than its size explains.
+            DecoderBusy: too many large files are waiting.
+            OutOfMemory: there is not enough memory for it now.
+        """
+        needed = DOCUMENT_PER_BYTE * len(data) + DOCUMENT_SLACK
+        order = {
+            "do": "read",
+            "what": DOCUMENT,
+            "rules": rules,
+            "options": {},
+            "seconds": DOCUMENT_CPU_SECONDS,
+        }
+        order["memory"] = needed
+        with (
+            self.documents.taken(0, 1, patient=patient),
+            self.in_workers.taken(needed + rules.bytes, budget - budget // 4, patient=patient),
+            memory.set_aside(rules.bytes, "the text of the document"),
+            self.workers.one() as worker,
+        ):
+            reply = worker.run(order, data)
+        return DocumentText(reply.result, reply.pages)
 
 
 _own = Decoder()

@@ -5,6 +5,7 @@ A header does not decide whether an image is accepted, except that a header with
 
 from __future__ import annotations
 
+import math
 import re
 from typing import NamedTuple
 
@@ -24,10 +25,12 @@ which take minutes. Programs write some ten scans, which makes 400 million pixel
 MUCH_EXIF = 16 << 10
 """EXIF data of n bytes can unpack to n * n / 12 bytes, because each entry may point at all of the data."""
 
+SIZES, HEIF_PROPERTIES = re.compile(rb"ispe"), 64 << 10
+"""The name of the sizes in an AVIF or HEIC, and the bytes of the file in which they are looked for."""
 MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]", re.S)
 """A marker of a JPEG other than those within a scan."""
 
-PER_PIXEL = {"PNG": 4, "JPEG": 4, "WEBP": 16, "BMP": 4, "GIF": 6}
+PER_PIXEL = {"PNG": 4, "JPEG": 4, "WEBP": 16, "BMP": 4, "GIF": 8, "TIFF": 16, "AVIF": 16, "HEIF": 24}
 """Bytes per pixel that decoding takes: Pillow's own four, and those that the format's library holds beside them."""
 SLACK = 16 * MiB
 
@@ -87,6 +90,12 @@ def read_header(data: bytes) -> ImageHeader:
         return _webp(data)
     if data.startswith(b"BM"):
         return _bmp(data)
+    if data.startswith(b"GIF8"):
+        return ImageHeader("GIF", _little(data, 6, 2), _little(data, 8, 2), PER_PIXEL["GIF"], odd=True)
+    if data.startswith((b"II*\0", b"MM\0*")):
+        return _tiff(data)
+    if data[4:8] == b"ftyp":
+        return _heif(data)
     return ImageHeader()
 
 
@@ -169,6 +178,25 @@ def _bmp(data: bytes) -> ImageHeader:
     height = int.from_bytes(data[22:26], "little", signed=True)  # negative: from top to bottom
     compressed = _little(data, 30, 4) in (1, 2)  # run lengths, which are read in Python
     return ImageHeader("BMP", _little(data, 18, 4), abs(height), PER_PIXEL["BMP"], compressed)
+
+
+def _tiff(data: bytes) -> ImageHeader:
+    """Reads the size in the first directory (TIFF 6.0, section 2). TIFF is always decoded in another process."""
+    number = _little if data.startswith(b"II") else _big
+    first, sizes = number(data, 4, 4), {}
+    for at in range(first + 2, first + 2 + 12 * number(data, first, 2), 12):
+        kind, width = number(data, at, 2), {3: 2, 4: 4}.get(number(data, at + 2, 2), 0)
+        sizes[kind] = number(data, at + 8, width)
+    return ImageHeader("TIFF", sizes.get(256, 0), sizes.get(257, 0), PER_PIXEL["TIFF"], odd=True)
+
+
+def _heif(data: bytes) -> ImageHeader:
+    """Reads the largest size that the properties of an AVIF or HEIC name (``ispe``, ISO/IEC 23008-12, section 6.5.3),
+    which is that of the image, not of its tiles or thumbnail."""
+    kind = "AVIF" if data[8:12] == b"avif" else "HEIF"
+    found = [data[at.end() + 4 : at.end() + 12] for at in SIZES.finditer(data, 0, HEIF_PROPERTIES)]
+    width, height = max(((_big(s, 0, 4), _big(s, 4, 4)) for s in found), key=math.prod, default=(0, 0))
+    return ImageHeader(kind, width, height, PER_PIXEL[kind], odd=True)
 
 
 def _big(data: bytes, at: int, size: int) -> int:

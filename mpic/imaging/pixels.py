@@ -21,13 +21,17 @@ from mpic.errors import (
     ImageTooLarge,
     InvalidImage,
     InvalidUpload,
+    NoImageDecoder,
     OutOfMemory,
     TooLarge,
-    UnsupportedType,
     cut,
 )
+from mpic.imaging.clip_header import STILL_BRANDS
 
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")
+FIRST_ONLY = ("GIF", "TIFF", "MPO", "HEIF")
+"""Formats of which the first image is taken where a file has more: frames, pages, or a photo and its depth."""
+INSTALL_HEIC = "pip install 'mpic[heic]'"
 STRIP_PIXELS = 1 << 18
 Turn = Image.Transpose
 TURNS = {
@@ -57,14 +61,12 @@ class ImageRules(NamedTuple):
     Args:
         pixels: maximum number of pixels of an image.
         aspect: maximum ratio of its longest side to its shortest.
-        gif: accept GIF and take its first frame; otherwise GIF is refused.
         believed: the number of pixels that memory has been set aside for, or 0. An image that has more raises
             ``HeaderMismatch``.
     """
 
     pixels: int
     aspect: float
-    gif: bool
     believed: int = 0
 
 
@@ -153,19 +155,20 @@ def opened(data: bytes, rules: ImageRules, draft: int = 0) -> Iterator[Upright]:
     """Decodes one still image.
 
     Args:
-        data: the bytes of a PNG, JPEG, WebP, BMP or (if the rules allow it: its first frame) GIF.
+        data: the bytes of a PNG, JPEG, WebP, BMP, AVIF, HEIC, GIF or TIFF; of the last two the first frame or page is
+            decoded.
         draft: a side in pixels that suffices; a JPEG is then decoded at a reduced size. 0 means full size.
 
     Raises:
         ImageTooLarge: it has more pixels than the rules allow according to its header; nothing is decoded.
         InvalidImage: it is not an image, is truncated or damaged, has no pixels, or is absurdly narrow.
         AnimatedImage: it has more than one frame.
-        UnsupportedType: it is a GIF, and the rules do not allow GIF.
+        NoImageDecoder: the package that decodes it is not installed.
         OutOfMemory: there is not enough memory for it now.
         HeaderMismatch: it has more pixels than were believed.
     """
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        with Image.open(io.BytesIO(data), formats=_formats(data)) as image:
             _admit(image, rules)
             if draft:
                 image.draft(None, (draft, draft))
@@ -179,6 +182,29 @@ def opened(data: bytes, rules: ImageRules, draft: int = 0) -> Iterator[Upright]:
         if isinstance(error, MemoryError) or "out of memory" in str(error):  # the message of Pillow's codecs
             raise OutOfMemory("the server does not have enough memory to decode the image now") from error
         raise InvalidImage(f"the image cannot be decoded{said_by(error)}", param="file") from error
+
+
+def _formats(data: bytes) -> tuple[str, ...]:
+    """Returns the formats that a file may have. Registers the decoder of HEIC if it needs that."""
+    if data[4:8] != b"ftyp":
+        return FORMATS
+    kind = STILL_BRANDS.get(data[8:12])
+    if kind == "AVIF":
+        from PIL import AvifImagePlugin
+
+        # each thread would take address space, which is bounded
+        AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # ty: ignore[invalid-assignment] (its type is its value)
+    elif kind in ("HEIC", "HEIF"):
+        try:
+            import pillow_heif
+        except ImportError as error:
+            raise NoImageDecoder(
+                f"{kind} needs a decoder that is not installed here: {INSTALL_HEIC}", param="file"
+            ) from error
+        pillow_heif.options.DECODE_THREADS = 1  # ty: ignore[invalid-assignment] (as above)
+        pillow_heif.register_heif_opener(thumbnails=False)
+        return ("HEIF",)
+    return FORMATS
 
 
 def said_by(error: Exception) -> str:
@@ -249,11 +275,7 @@ def _admit(image: Image.Image, rules: ImageRules) -> None:
         raise HeaderMismatch
     if max(width, height) > rules.aspect * min(width, height):
         raise InvalidImage(f"an image of {width}x{height} pixels is too narrow", param="file")
-    if image.format == "GIF":
-        if not rules.gif:
-            raise UnsupportedType("GIF is not accepted; send PNG, JPEG, WebP or BMP", param="file")
-    # MPO: a photo and its depth or thumbnail
-    elif image.format != "MPO" and getattr(image, "is_animated", False):
+    if image.format not in FIRST_ONLY and getattr(image, "is_animated", False):
         raise AnimatedImage("animated images are not accepted; send one frame", param="file")
 
 

@@ -1,10 +1,10 @@
-"""The program of a decoding process: it decodes one image or clip after the other, each within the memory and time that
-it is given.
+"""The program of a decoding process: it decodes one image, clip or document after the other, each within the memory and
+time that it is given.
 
 The server's process sends an order (JSON) and then the file. A message to the server's process begins with a letter:
-``s`` the size of an image (JSON), ``p`` a strip of its pixels (RGB), ``f`` a frame of a clip (RGB) and, at the end,
-``r`` the result (JSON), ``b`` the result (bytes), ``e`` an error (JSON) or ``c`` a ``HeaderMismatch``. Nothing that
-comes back is ever unpickled: whatever a hostile file makes a decoder send is only data.
+``s`` the size of an image (JSON), ``p`` a strip of its pixels (RGB), ``f`` a frame of a clip (RGB), ``t`` the text of a
+page and, at the end, ``r`` the result (JSON), ``b`` the result (bytes), ``e`` an error (JSON) or ``c`` a
+``HeaderMismatch``. Nothing that comes back is ever unpickled: whatever a hostile file makes a decoder send is data.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from mpic.errors import ImageTooCostly, MPICError, OutOfMemory, VideoTooCostly
+from mpic.errors import DocumentTooCostly, ImageTooCostly, MPICError, OutOfMemory, VideoTooCostly
 from mpic.imaging import pixels
 
+IMAGE, CLIP, DOCUMENT = "the image", "the clip", "the document"
+"""Subjects of error messages: what an order is about."""
+FULL = 28
+"""Exit status of a process that a document has filled."""
+TOO_COSTLY = {IMAGE: ImageTooCostly, CLIP: VideoTooCostly, DOCUMENT: DocumentTooCostly}
+
 NO_MEMORY = OutOfMemory.code, "the server does not have enough memory to decode the file now"
-TOO_COSTLY = ImageTooCostly.code, "the image takes far more memory to decode than its size explains"
-CLIP_TOO_COSTLY = VideoTooCostly.code, "the clip takes far more memory to decode than its size explains"
-CLIPS = ("facts", "frames")
-"""Orders that are about clips."""
 
 
 def main(fd: int) -> None:
@@ -38,7 +40,7 @@ def main(fd: int) -> None:
     with suppress(EOFError, ConnectionError):
         while True:
             order, data = json.loads(connection.recv_bytes()), connection.recv_bytes()
-            if order["do"] in CLIPS and not ready:
+            if order["what"] == CLIP and not ready:
                 base, ready = _with_libraries(), True
             if _bound(base, order["memory"], order["seconds"]):
                 refusal = _serve(connection, order, data)
@@ -61,13 +63,16 @@ def _serve(connection: Connection, order: dict[str, Any], data: bytes) -> tuple[
         refusal = error.code, error.message
     if refusal is not None and refusal[0] == OutOfMemory.code and _available(order["memory"] * 3 // 4):
         # the decoder's memory is free again, so there was enough of it
-        return CLIP_TOO_COSTLY if order["do"] in CLIPS else TOO_COSTLY
+        what = order["what"]
+        return TOO_COSTLY[what].code, f"{what} takes far more memory to decode than its size explains"
     return refusal
 
 
 def _answer(connection: Connection, order: dict[str, Any], data: bytes) -> None:
-    if order["do"] in CLIPS:
+    if order["what"] == CLIP:
         return _answer_clip(connection, order, data)
+    if order["what"] == DOCUMENT:
+        return _answer_document(connection, order, data)
     rules = pixels.ImageRules(*order["rules"])
     if order["do"] == "identify":
         connection.send_bytes(b"r" + json.dumps(pixels.identify(data, rules)).encode())
@@ -91,6 +96,18 @@ def _answer_clip(connection: Connection, order: dict[str, Any], data: bytes) -> 
     for frame in clips.frames(data, rules, **order["options"]):
         connection.send_bytes(b"f" + frame)
     connection.send_bytes(b"rnull")
+
+
+def _answer_document(connection: Connection, order: dict[str, Any], data: bytes) -> None:
+    from mpic.imaging import documents
+
+    try:
+        document = documents.read(data, documents.DocumentRules(*order["rules"]))
+        for page in document.pages:
+            connection.send_bytes(b"t" + page.encode())
+    except MemoryError:
+        os._exit(FULL)  # memory is full of objects of the parser, and not even an error could be made
+    connection.send_bytes(b"r" + json.dumps(document.format).encode())
 
 
 def _with_libraries() -> int:

@@ -20,16 +20,9 @@ from typing import Any
 from PIL import Image
 
 from mpic import errors, memory
-from mpic.errors import (
-    ImageTooCostly,
-    InvalidImage,
-    InvalidVideo,
-    MPICError,
-    OutOfMemory,
-    Unavailable,
-    VideoTooCostly,
-)
+from mpic.errors import InvalidDocument, InvalidImage, InvalidVideo, MPICError, OutOfMemory, Unavailable
 from mpic.imaging.pixels import HeaderMismatch
+from mpic.imaging.worker import CLIP, DOCUMENT, FULL, IMAGE, TOO_COSTLY
 
 log = logging.getLogger(__name__)
 
@@ -37,26 +30,37 @@ CPU_SECONDS = 30
 """Computing time that one image may take. A progressive JPEG of 40 million pixels takes two to four seconds."""
 CLIP_CPU_SECONDS = 90
 """Computing time that one walk over a clip may take."""
-IMAGE, CLIP = "the image", "the clip"
-"""Subjects of error messages: what an order is about."""
+DOCUMENT_CPU_SECONDS = 30
+"""Computing time that reading a document may take. A thousand pages of a book take a second or two."""
+INVALID = {IMAGE: InvalidImage, CLIP: InvalidVideo, DOCUMENT: InvalidDocument}
 WALL_SECONDS = 180.0
 """Time after which a worker that does not answer is ended, for example because it was stopped."""
+ENDING_SECONDS = 5.0
+"""Time that a worker has to end whose socket is closed: the kernel closes it before there is an exit status."""
 IDLE_SECONDS = 30.0
 LONGEST_MESSAGE = 64 << 20
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from mpic.imaging.worker import main; main(int(sys.argv[2]))"
 )
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGTRAP)
 REFUSALS = {
     c.code: c
     for c in (
         errors.AnimatedImage,
+        errors.DocumentTooCostly,
         errors.ImageTooCostly,
         errors.ImageTooLarge,
+        errors.InvalidDocument,
         errors.InvalidImage,
         errors.InvalidVideo,
+        errors.NoDocumentReader,
+        errors.NoImageDecoder,
+        errors.NoText,
         errors.NoVideoDecoder,
         errors.OutOfMemory,
+        errors.TooLarge,
+        errors.TooManyPages,
         errors.UnsupportedType,
         errors.VideoTooCostly,
         errors.VideoTooLarge,
@@ -73,12 +77,14 @@ class Reply:
     Attributes:
         result: the value or the bytes that were asked for.
         image: the image, if one was asked for; it is assembled from strips as they come.
+        pages: the text of each page of a document.
         ended: the worker has sent the last message of the reply, which may be an error.
     """
 
     def __init__(self, frames: Sequence[memoryview] = ()) -> None:
         self.result: Any = None
         self.image: Image.Image | None = None
+        self.pages: list[str] = []
         self.ended = False
         self._top = 0
         self._frames = iter(frames)
@@ -97,6 +103,9 @@ class Reply:
             if target is None or len(target) != len(body):
                 raise InvalidVideo("the frames of the clip change their size", param="file")
             target[:] = body
+            return False
+        if kind == b"t":
+            self.pages.append(str(body, "utf-8"))
             return False
         if kind == b"s":
             self.image = Image.new("RGB", tuple(json.loads(bytes(body))))
@@ -139,7 +148,7 @@ class WorkerProcess:
         return self._process.poll() is None
 
     def run(self, order: dict[str, Any], data: bytes, frames: Sequence[memoryview] = ()) -> Reply:
-        """Decodes one image or clip in the worker. Afterwards the worker may be used again only if it is ``alive``.
+        """Decodes one image, clip or document in the worker, which may be used again if it is ``alive`` afterwards.
 
         Args:
             frames: where the frames of a clip are put.
@@ -160,7 +169,7 @@ class WorkerProcess:
             return reply
         except (EOFError, ConnectionError) as error:
             raise self._end(order["what"], order["seconds"]) from error
-        except (ImageTooCostly, VideoTooCostly, OutOfMemory):  # its heap may stay fragmented
+        except (*TOO_COSTLY.values(), OutOfMemory):  # its heap may stay fragmented
             self.close()
             raise
         except BaseException:
@@ -178,18 +187,24 @@ class WorkerProcess:
         """Returns the error that explains the death of this worker, which was to decode ``what`` within ``seconds`` of
         computing."""
         self._connection.close()
-        self._process.kill()  # it might only have closed its socket
+        # it might only have closed its socket, or be about to end by itself
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(ENDING_SECONDS)
+        self._process.kill()
         code = self._process.wait()
         log.warning("a process that decoded %s has ended with %s", what, code)
         if self._late:
             return Unavailable(f"{what} was not decoded within {WALL_SECONDS:g} s")
-        clip = what == CLIP
         if code == -signal.SIGXCPU:
-            costly = VideoTooCostly if clip else ImageTooCostly
-            return costly(f"{what} takes more than {seconds} s of computing to decode", param="file")
-        if code in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE, -signal.SIGABRT):
-            invalid = InvalidVideo if clip else InvalidImage
-            return invalid(f"{what} cannot be decoded (the decoder crashed)", param="file")
+            return TOO_COSTLY[what](
+                f"{what} takes more than {seconds} s of computing to decode", param="file"
+            )
+        if code == FULL:
+            return TOO_COSTLY[what](
+                f"{what} takes far more memory to decode than its size explains", param="file"
+            )
+        if -code in CRASHES:
+            return INVALID[what](f"{what} cannot be decoded (the decoder crashed)", param="file")
         return OutOfMemory(f"the process that decoded {what} was ended, probably for lack of memory")
 
     def close(self) -> None:

@@ -157,6 +157,7 @@ class Chunk:
         label: the name a person gave it, shown in traces.
         file_id: the library file it came from, or None for inline content.
         press: name of the press that compresses its KV, ``none``, or empty if neither request nor upload names one.
+        page: the page of its file that it is on, from 1; None where there are no pages.
         lease: an object that lives as long as the chunk and its copies, by which its library knows that it is in use.
     """
 
@@ -169,6 +170,7 @@ class Chunk:
     press: str = ""
     load_clip: Callable[[Sample], Clip] | None = field(default=None, compare=False, repr=False)
     lease: object = field(default=None, compare=False, repr=False)
+    page: int | None = field(default=None, compare=False)
 
     @property
     def kind(self) -> Kind:

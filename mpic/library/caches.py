@@ -25,10 +25,9 @@ from mpic.library.intake.checks import check_life, clean_name, new_id
 from mpic.library.intake.decode import decode_text
 from mpic.library.part import LibraryPart, Storage
 from mpic.library.records import File, Removed, State
-from mpic.library.uploads import UploadLibrary
+from mpic.library.uploads import MOST_CHUNKS, UploadLibrary
 
 GROUP, CHUNK = "group-", "cache-"
-MOST_CHUNKS = 1024
 LISTED = 4096
 """A page of a listing ends with the cache that reaches so many chunks, however many caches were asked for."""
 AT_ONCE = 32

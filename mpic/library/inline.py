@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 from mpic.errors import InvalidText, TooLarge, UnsupportedModality
 from mpic.kv.chunk import Chunk, ChunkKey
-from mpic.library.intake.decode import NO_CLIPS, clip_key, decode_clip, decode_image, decode_text, image_key
+from mpic.library.intake.decode import (
+    HEAD,
+    NO_CLIPS,
+    clip_key,
+    decode_clip,
+    decode_image,
+    decode_text,
+    encoding_of,
+    image_key,
+    is_document,
+    read_document,
+    sniff,
+)
 from mpic.library.intake.image_keys import ImageKeys
+from mpic.library.intake.tokens import TokenCache
 from mpic.library.part import LibraryPart, Storage
 from mpic.library.records import Tokenize
 
@@ -26,6 +39,8 @@ class InlineChunks(LibraryPart):
         self.no_clips: str | None = NO_CLIPS
         self._image_keys = ImageKeys()
         self._clip_keys = ImageKeys()
+        self._page_keys = ImageKeys()
+        self._tokens = TokenCache()
 
     def inline_image(self, user: str, data: bytes, label: str | None = None) -> Chunk:
         """Returns the chunk of an image that came inside a request (data URL). It is checked like an upload and owned
@@ -67,6 +82,29 @@ class InlineChunks(LibraryPart):
         except UnicodeEncodeError as error:
             raise InvalidText("the text contains half of a surrogate pair") from error
         return Chunk(ChunkKey.of_text(text), user, token_ids=tuple(self._tokenizer()(text)), label=label)
+
+    def inline_file(self, user: str, data: bytes, label: str | None = None) -> list[Chunk]:
+        """Returns the chunks of a file of any kind that came inside a request: one, or one for each page of a document.
+        It is checked like an upload and owned by the user, but no file. The same bytes once more are not read again.
+
+        Raises:
+            As ``inline_image``, ``inline_clip``, ``inline_text``, ``encoding_of`` and ``read_document``.
+        """
+        self._admit(data)
+        kind = sniff(data[:HEAD], self.no_clips)
+        if kind != "text":
+            return [(self.inline_image if kind == "image" else self.inline_clip)(user, data, label)]
+        if not is_document(data):
+            return [self.inline_text(user, decode_text(data, self._limits, encoding_of(data)), label)]
+        document = cache(lambda: read_document(data, self._limits))
+        keys = lambda: (document().paged, tuple(map(ChunkKey.of_text, document().pages)))
+        paged, keys = self._page_keys.key(user, data, keys)
+        found = []
+        for number, key in enumerate(keys):
+            read = lambda number=number: document().pages[number]
+            ids = self._tokens.ids(f"{user} {key.digest}", self._tokenizer(), read)
+            found.append(Chunk(key, user, ids, label=label, page=number + 1 if paged else None))
+        return found
 
     def _admit(self, data: bytes) -> None:
         if len(data) > self._limits.upload_bytes:

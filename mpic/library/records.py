@@ -46,6 +46,9 @@ class File:
         split: the settings by which a document is cut into chunks (``mode``, ``tokens``, ``overlap``); None: it is one
             chunk.
         press: name of the press that its upload asked for, ``none``, or empty if the upload did not say.
+        format: how the original holds its text: an encoding (``cp1252``) or a kind of document (``pdf``); empty for
+            UTF-8, images and clips.
+        pages: number of its pages, slides or sheets; None: it has none.
     """
 
     id: str
@@ -66,6 +69,8 @@ class File:
     pinned: bool = False
     split: dict[str, Any] | None = field(default=None, hash=False)
     press: str = ""
+    format: str = ""
+    pages: int | None = None
 
     @property
     def status(self) -> str:
@@ -103,6 +108,7 @@ class Reference:
         error: reason why compiling failed.
         sha256: hash of the original's bytes.
         pinned: True if its compiled chunk is not evicted for newer references.
+        format: as in ``File``.
     """
 
     id: str
@@ -122,6 +128,7 @@ class Reference:
     error: str | None
     sha256: str = field(repr=False)
     pinned: bool = False
+    format: str = ""
 
 
 class ReferencePage(NamedTuple):

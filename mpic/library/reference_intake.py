@@ -121,7 +121,7 @@ class ReferenceIntake(LibraryPart):
         return await receive(self._originals, self._limits.upload_bytes, source, accept)
 
     def _accept(self, id: str, incoming: Incoming, commit: Commit, what: What) -> Reference:
-        key = identify(incoming, self._limits)
+        key, format, _ = identify(incoming, self._limits)
         path = self._originals.path(SHARED, new_id(f"{id}@"))  # no two versions ever share a file
         content = {
             "kind": key.kind,
@@ -133,6 +133,7 @@ class ReferenceIntake(LibraryPart):
             "tokens": None,
             "state": "compiling",
             "error": None,
+            "format": format,
         }
         if incoming.bytes > SMALL:
             incoming.seal()  # done before the transaction, for which other writers wait

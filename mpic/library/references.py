@@ -19,12 +19,12 @@ from typing import Literal, TypeVar
 from PIL import Image
 
 from mpic.errors import CorruptFile, ReferenceNotFound, cut
-from mpic.kv.chunk import Chunk, Kind
+from mpic.kv.chunk import Chunk, ChunkKey, Kind
 from mpic.library.catalog.reference_rows import ReferenceRows
 from mpic.library.folder.layout import sidecar_of
 from mpic.library.folder.originals import OpenOriginal
 from mpic.library.intake.checks import check_page
-from mpic.library.intake.decode import decode_image, decode_text
+from mpic.library.intake.decode import decode_image, read_pages
 from mpic.library.intake.receive import Arriving
 from mpic.library.intake.tokens import TokenCache
 from mpic.library.part import LibraryPart, Storage
@@ -227,7 +227,12 @@ class ReferenceLibrary(LibraryPart):
         """Returns the text of a text reference. Raises as ``content``."""
         if reference.kind != "text":
             raise ValueError(f"{reference.id} is an image")
-        return decode_text(self.content(reference), self._limits)
+        text = "".join(read_pages(self.content(reference), self._limits, reference.format))
+        if ChunkKey.of_text(text) != reference.key:
+            raise CorruptFile(
+                f"{reference.id} reads otherwise than when it was added: replace it by its file"
+            )
+        return text
 
     def image(self, reference: Reference) -> Image.Image:
         """Returns the decoded RGB image of an image reference. Raises as ``content``."""

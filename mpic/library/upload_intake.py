@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, cast
 from mpic.errors import BadRequest, CorruptFile, HandleTaken
 from mpic.imaging.budget import on_behalf_of
 from mpic.keys import KeyLimits
+from mpic.kv.chunk import Kind
 from mpic.library.catalog.file_rows import FileRows, handle_taken
 from mpic.library.folder.originals import PIECE, Incoming, too_large
 from mpic.library.folder.sidecars import Sidecar
@@ -28,6 +29,8 @@ from mpic.library.part import LibraryPart, Storage
 from mpic.library.records import SHARED, AsyncReader, File, Removed, Scalar
 
 log = logging.getLogger(__name__)
+WHOLE_PAGES = {"mode": "none", "tokens": 512, "overlap": 0}
+"""How a document is cut at its pages and nowhere else."""
 Outcome = Literal["created", "unchanged", "replaced"]
 Remove = Callable[[list[File], str | None], list[Removed]]
 
@@ -71,13 +74,19 @@ class UploadIntake(LibraryPart):
     Args:
         remove: removes files of a state, see ``UploadLibrary``.
         no_clips: tells why clips are not taken, see ``InlineChunks``.
+        cut_anew: see ``UploadLibrary._cut_anew``.
     """
 
     def __init__(
-        self, storage: Storage, rows: FileRows, remove: Remove, no_clips: Callable[[], str | None]
+        self,
+        storage: Storage,
+        rows: FileRows,
+        remove: Remove,
+        no_clips: Callable[[], str | None],
+        cut_anew: Callable[..., None],
     ) -> None:
         super().__init__(storage)
-        self._rows, self._remove, self._no_clips = rows, remove, no_clips
+        self._rows, self._remove, self._no_clips, self._cut_anew = rows, remove, no_clips, cut_anew
 
     def admit(
         self,
@@ -179,24 +188,15 @@ class UploadIntake(LibraryPart):
             return None
         self._rows.set_expiry(old.owner, old.id, expires_at)
         if old.state == "failed":  # compiling may succeed this time, especially if the file is cut now
-            self._cut_anew(old, wanted.split if old.kind == "text" else None)
+            split = _split(wanted, old.kind, old.pages)
+            if split != old.split:
+                self._cut_anew(old, split, old.key, old.pages)
             self._rows.set_state(old.owner, old.id, "compiling", None, None)
         kept = self._rows.by_id(old.owner, old.id)  # None: it was deleted meanwhile
         # one that is compiling may have been left so by a request that failed after it was stored
         if kept is None:
             return None
         return UploadOutcome(kept, "unchanged", compile=kept.state != "ready")
-
-    def _cut_anew(self, file: File, split: dict[str, Any] | None) -> None:
-        """Sets how a document is to be cut, and removes the compiled chunks of the old pieces: no deletion of the file
-        would find them any more."""
-        if split == file.split:
-            return
-        with self._store.lock:
-            with self._catalog.write() as db:
-                keys = self._rows.set_split(db, file, split)
-                rows = [row for key in keys for row in self._store.drop(db, file.owner, key)]
-            self._store.erase(rows)
 
     def _intact(self, file: File) -> bool:
         try:
@@ -208,7 +208,7 @@ class UploadIntake(LibraryPart):
     def _describe(self, wanted: Wanted, incoming: Incoming, now: float, expires_at: float | None) -> File:
         """Returns the record of an upload. Raises as ``identify``."""
         with on_behalf_of(wanted.owner):
-            key = identify(incoming, self._limits, self._no_clips())
+            key, format, pages = identify(incoming, self._limits, self._no_clips())
         if wanted.asked and wanted.split and key.kind != "text":
             raise BadRequest(
                 f"only documents can be cut; {'an image' if key.kind == 'image' else 'a clip'} is one chunk",
@@ -228,8 +228,10 @@ class UploadIntake(LibraryPart):
             sha256=incoming.sha256,
             path=self._originals.path(wanted.owner, file_id),
             metadata=wanted.metadata,
-            split=wanted.split if key.kind == "text" else None,
+            split=_split(wanted, key.kind, pages),
             press=wanted.press or "",
+            format=format,
+            pages=pages,
         )
 
 
@@ -244,7 +246,14 @@ def _compiled_otherwise(old: File, wanted: Wanted) -> bool:
     ask for may differ."""
     if wanted.press is not None and wanted.press != old.press:
         return True
-    return wanted.asked and wanted.split != old.split
+    return wanted.asked and _split(wanted, old.kind, old.pages) != old.split
+
+
+def _split(wanted: Wanted, kind: Kind, pages: int | None) -> dict[str, Any] | None:
+    """Returns how a file is to be cut. A document that has pages is cut at least at these."""
+    if kind != "text":
+        return None
+    return wanted.split or (None if pages is None else WHOLE_PAGES)
 
 
 def _pieces(source: bytes | Path | BinaryIO | Iterable[bytes]) -> Iterator[bytes]:

@@ -11,7 +11,16 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from mpic.errors import CorruptFile, FileNotFound, MPICError, UnknownHandle, cut
+from mpic.errors import (
+    BadRequest,
+    CorruptFile,
+    FileNotFound,
+    MPICError,
+    NoPages,
+    PageNotFound,
+    UnknownHandle,
+    cut,
+)
 from mpic.keys import KeyLimits
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.library.catalog.file_rows import DocumentPiece, FileRows
@@ -19,9 +28,8 @@ from mpic.library.catalog.quotas import NO_KEY
 from mpic.library.folder.originals import OpenOriginal
 from mpic.library.inline import InlineChunks
 from mpic.library.intake.checks import check_life, check_page, checked_handle
-from mpic.library.intake.decode import decode_clip, decode_image, decode_text
+from mpic.library.intake.decode import decode_clip, decode_image, read_pages
 from mpic.library.intake.receive import Arriving
-from mpic.library.intake.tokens import TokenCache
 from mpic.library.part import Storage
 from mpic.library.records import AsyncReader, File, FilePage, Removed, Scalar, State, Tokenize
 from mpic.library.upload_intake import UploadIntake, UploadOutcome
@@ -29,6 +37,18 @@ from mpic.library.upload_intake import UploadIntake, UploadOutcome
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Cut = Callable[[str, Mapping[str, Any]], Iterable[tuple[int, int]]]
+
+
+MOST_CHUNKS = 1024
+"""Most chunks of a document or a cache."""
+
+
+class _ReadOtherwise(Exception):
+    """Another version of a parser than the one at the upload reads another text in a document."""
+
+    def __init__(self, pages: list[str]) -> None:
+        super().__init__("the document reads otherwise than when it was uploaded")
+        self.pages = pages
 
 
 class UploadLibrary(InlineChunks):
@@ -43,8 +63,7 @@ class UploadLibrary(InlineChunks):
         super().__init__(storage)
         self.cut: Cut | None = None
         self._rows = rows
-        self._tokens = TokenCache()
-        self._intake = UploadIntake(storage, rows, self._remove, lambda: self.no_clips)
+        self._intake = UploadIntake(storage, rows, self._remove, lambda: self.no_clips, self._cut_anew)
 
     # Uploading
 
@@ -231,35 +250,56 @@ class UploadLibrary(InlineChunks):
             return make(load_image=lambda: decode_image(self._read(file), self._limits))
         if file.kind == "video":
             return make(load_clip=lambda sample: decode_clip(self._read(file), sample, self._limits))
-        read = lambda: decode_text(self._read(file), self._limits)
+        read = lambda: "".join(self._pages(file))
         return make(token_ids=self._tokens.ids(file.id, tokenize or self._tokenizer(), read))
 
-    def chunks(self, user: str, file: File | str) -> list[Chunk]:
+    def chunks(self, user: str, file: File | str, pages: tuple[int, int] | None = None) -> list[Chunk]:
         """Returns the file's content for prompts: one chunk, or the chunks into which a long document is cut, in order.
         It is cut when this is first called for it, which may take seconds.
 
+        Args:
+            pages: the first and the last of the pages that are wanted, from 1; None: all of the file.
+
         Raises:
             The errors of ``chunk``.
+            NoPages: the file has none.
+            PageNotFound: it has none of these numbers.
             BadRequest: it would have too many pieces.
         """
         if isinstance(file, str) or file.owner != user:
             file = self.get(user, file if isinstance(file, str) else file.id)
+        try:
+            return self._chunks(user, file, pages)
+        except _ReadOtherwise as other:
+            content = ChunkKey.of_text("".join(other.pages))
+            self._cut_anew(file, file.split, content, len(other.pages) if file.pages else None)
+        try:
+            return self._chunks(user, self.get(user, file.id), pages)
+        except _ReadOtherwise as error:
+            raise CorruptFile(f"{file.label} reads otherwise every time") from error
+
+    def _chunks(self, user: str, file: File, pages: tuple[int, int] | None) -> list[Chunk]:
+        """Does the work of ``chunks``. Raises _ReadOtherwise, too."""
+        if pages is not None:
+            _check_pages(file, *pages)
         pieces = None
         while file.split is not None and pieces is None:
             pieces = self._rows.pieces(file.id) or self._rows.set_pieces(file, self._cut(file))
             if pieces is None:  # it is to be cut in another way now, or was deleted
                 file = self.get(user, file.id)
-        if pieces is None or len(pieces) <= 1:
+        if pieces is None or (len(pieces) <= 1 and file.pages is None):
             return [self.chunk(user, file)]
-        text = cache(lambda: decode_text(self._read(file), self._limits))
+        text = cache(lambda: "".join(self._pages(file)))
         found = []
-        for number, (start, end, digest) in enumerate(pieces):
+        for number, (start, end, digest, page) in enumerate(pieces):
+            if pages is not None and not pages[0] <= (page or 0) <= pages[1]:
+                continue
             read = lambda start=start, end=end: text()[start:end]
             # by content, because a document that failed may be cut in another way while its id stays
             ids = self._tokens.ids(f"{file.id} {digest}", self._tokenizer(), read)
-            name = f"{file.label} {number + 1}/{len(pieces)}"
+            name = f"{file.label} page {page}" if page else f"{file.label} {number + 1}/{len(pieces)}"
             key = ChunkKey("text", digest)
-            found.append(Chunk(key, user, ids, label=name, file_id=file.id, press=file.press))
+            found.append(Chunk(key, user, ids, label=name, file_id=file.id, press=file.press, page=page))
         return found
 
     def counts(self, user: str, ids: Iterable[str]) -> dict[str, int]:
@@ -284,9 +324,19 @@ class UploadLibrary(InlineChunks):
     def _cut(self, file: File) -> list[DocumentPiece]:
         if self.cut is None:
             raise RuntimeError("the library cannot cut texts; set UploadLibrary.cut")
-        text = decode_text(self._read(file), self._limits)
-        spans = self.cut(text, file.split or {})
-        return [DocumentPiece(start, end, ChunkKey.of_text(text[start:end]).digest) for start, end in spans]
+        found, at = [], 0
+        for number, text in enumerate(self._pages(file), 1):
+            for start, end in self.cut(text, file.split or {}):
+                digest = ChunkKey.of_text(text[start:end]).digest
+                found.append(DocumentPiece(at + start, at + end, digest, number if file.pages else None))
+            if len(found) > MOST_CHUNKS:
+                raise BadRequest(
+                    f"the document would be cut into more than {MOST_CHUNKS} chunks; larger ones (split.tokens) make "
+                    "fewer",
+                    limit=MOST_CHUNKS,
+                )
+            at += len(text)
+        return found
 
     # Changing
 
@@ -410,6 +460,24 @@ class UploadLibrary(InlineChunks):
         self._originals.remove(file.path for file, _ in removed)
         return removed
 
+    def _cut_anew(
+        self, file: File, split: dict[str, Any] | None, content: ChunkKey, pages: int | None
+    ) -> None:
+        """Sets what the text of a document is and how it is to be cut, and removes the compiled chunks of what it was:
+        no deletion of the file would find them any more."""
+        with self._store.lock:
+            with self._catalog.write() as db:
+                keys = self._rows.set_cut(db, file, split, content, pages)
+                rows = [row for key in keys for row in self._store.drop(db, file.owner, key)]
+            self._store.erase(rows)
+
+    def _pages(self, file: File) -> list[str]:
+        """Returns the text of a file, by page. Raises _ReadOtherwise: it is not the one at the upload."""
+        pages = read_pages(self._read(file), self._limits, file.format)
+        if ChunkKey.of_text("".join(pages)) != file.key:
+            raise _ReadOtherwise(pages)
+        return pages
+
     def _read(self, file: File) -> bytes:
         return self._verified(file, self._originals.read)
 
@@ -419,3 +487,12 @@ class UploadLibrary(InlineChunks):
         except FileNotFoundError as error:
             self.get(file.owner, file.id)  # raises FileNotFound if it was deleted meanwhile
             raise CorruptFile(f"the original of {file.id} is lost") from error
+
+
+def _check_pages(file: File, first: int, last: int) -> None:
+    if file.pages is None:
+        raise NoPages(f"{file.label} has no pages", handle=file.handle)
+    if not 1 <= first <= last <= file.pages:
+        raise PageNotFound(
+            f"{file.label} has the pages 1 to {file.pages}", handle=file.handle, pages=file.pages
+        )

@@ -1,4 +1,4 @@
-"""Images and clips inside a request: ``data:image/...;base64,...``."""
+"""Images, clips and files inside a request: ``data:image/...;base64,...``."""
 
 from __future__ import annotations
 
@@ -31,11 +31,21 @@ def decode_clip_url(url: str, param: str | None = None) -> bytes:
     return _decode(url, ("video", "image"), InvalidVideo, param)
 
 
+def decode_file_url(url: str, param: str | None = None) -> bytes:
+    """Decodes a file of any type that is given as a data URL. White space in the data is ignored.
+
+    Raises:
+        InvalidUpload: it is no data URL, or its data are not base64; ``param`` is the request field.
+    """
+    return _decode(url, ("",), InvalidUpload, param)
+
+
 def _decode(url: str, kinds: tuple[str, ...], invalid: type[InvalidUpload], param: str | None) -> bytes:
     comma = url.find(",", 0, HEAD)
     head = url[: max(0, comma)]
-    if not head.startswith(tuple(f"data:{kind}/" for kind in kinds)) or not head.endswith(";base64"):
-        raise invalid(f"a data URL must read data:{kinds[0]}/...;base64,...", param=param)
+    begins = tuple(f"data:{kind}/" if kind else "data:" for kind in kinds)
+    if not head.startswith(begins) or not head.endswith(";base64"):
+        raise invalid(f"a data URL must read {begins[0]}...;base64,...", param=param)
     try:
         return decode_base64(url, comma + 1)
     except ValueError as error:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from PIL import Image
 
-from mpic.errors import NotFound, UnknownHandle, UnsupportedModality, cut
+from mpic.errors import BadRequest, NotFound, UnknownHandle, UnsupportedModality, cut
 from mpic.imaging.clip_header import NO_CLIPS
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.prompt.messages import HandleKind
@@ -40,6 +40,9 @@ class InlineResolver:
 
     def inline_clip(self, data: bytes) -> Chunk:
         raise UnsupportedModality(NO_CLIPS)
+
+    def inline_file(self, data: bytes, label: str | None) -> Chunk:
+        raise BadRequest("files inside requests are read by a server only")
 
     def inline_text(self, text: str, label: str | None) -> Chunk:
         tokens = tuple(self._template.tokenize_document(text))

@@ -7,7 +7,7 @@ Content is a string or a list of parts:
 ``image_url``  ``{"image_url": {"url": data URL or file id}}`` (or the url itself)
 ``video_url``  ``{"video_url": {"url": data URL or file id}}`` (or the url itself): a clip
 ``image``      ``{"image": data URL or file id}``, or ``file_id`` / ``handle``
-``file``       ``{"file": {"file_id" or "handle"}}``, or the two keys in the part itself
+``file``       ``{"file": {"file_id", "handle" or "file_data": data URL}}``, or one of them in the part itself
 ``document``   ``{"text": str}``: a text chunk given in the request
 ``cache``      ``{"cache_id": str}``: one cached chunk, or all of a cache in order
 =============  ========================================================================================
@@ -22,6 +22,9 @@ ends where another script begins, because Chinese and Japanese put no space ther
 first mention in a conversation links the chunk in place; later ones become its label (``image EIFFEL2025``, ``document
 REPORT``), as plain text: the content is in context already.
 
+``FILE#REPORT[3]`` and ``FILE#REPORT[3-5]`` are pages of a document that has pages; behind other handles a bracket is
+text. A page that is linked already is not linked again.
+
 What names nothing stays text, and so does what is escaped: ``IMAGE\\#EIFFEL2025`` is ``IMAGE#EIFFEL2025`` in the
 prompt, and of several backslashes one is taken. ``Handles`` collects what stayed text unescaped.
 """
@@ -32,14 +35,15 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from mpic.bounded_json import Bounds
 from mpic.cancel import checkpoint
-from mpic.errors import BadRequest, EmptyPrompt, MPICError, UnknownHandle, cut
-from mpic.handles import KINDS, LONGEST, canonical, end_of_name, folded
-from mpic.kv.chunk import Chunk
-from mpic.prompt.data_url import decode_clip_url, decode_data_url
+from mpic.errors import BadRequest, EmptyPrompt, MPICError, PageNotFound, UnknownHandle, cut
+from mpic.handles import KINDS, LONGEST, PAGES, canonical, end_of_name, folded, without_pages
+from mpic.kv.chunk import Chunk, ChunkKey
+from mpic.prompt.data_url import decode_clip_url, decode_data_url, decode_file_url
 from mpic.prompt.tool_calls import ToolCallReader
 
 HandleKind = Literal["image", "file"]
@@ -87,6 +91,10 @@ class Resolver(Protocol):
         """Returns the chunk of a clip sent in the request: the bytes of its file, not decoded yet."""
         ...
 
+    def inline_file(self, data: bytes, label: str | None) -> Found:
+        """Returns the chunks of a file of any kind sent in the request."""
+        ...
+
     def inline_text(self, text: str, label: str | None) -> Chunk:
         """Returns the chunk of a document sent in the request."""
         ...
@@ -113,13 +121,15 @@ class Handles:
 
 
 class Mention(NamedTuple):
-    """A handle in a text: its place ``[start, end)``, its kind, how often it is escaped, and its name as written."""
+    """A handle in a text: its place ``[start, end)``, its kind, how often it is escaped, its name as written, and what
+    may be the pages behind it."""
 
     start: int
     end: int
     kind: HandleKind
     escapes: int
     written: str
+    pages: str = ""
 
     @property
     def name_start(self) -> int:
@@ -203,7 +213,8 @@ class _Parser:
         self.handles = handles
         self.calls = ToolCallReader(values)
         self.linked: dict[tuple[HandleKind, str], str] = {}
-        self.unknown: dict[tuple[HandleKind, str], str] = {}
+        self.unknown: dict[tuple[HandleKind, str], UnknownHandle] = {}
+        self.pages: set[tuple[str | None, ChunkKey]] = set()
 
     def message(self, message: Any, param: str) -> Message:
         checkpoint()
@@ -251,6 +262,7 @@ class _Parser:
         if kind == "cache":
             return self._cache(part, name, param)
         found, handle = self._chunk(kind, part, name, param)
+        self._new(found)
         return [Ref(chunk, label, param) for chunk, label in _labelled(found, name or handle)]
 
     def _cache(self, part: Mapping, name: str | None, param: str) -> list[Text | Ref]:
@@ -281,11 +293,14 @@ class _Parser:
             found = _blame(f"{param}.handle", self.resolver.by_handle, handle_kind, handle)
             self.linked.setdefault((handle_kind, folded(handle)), _label(found, name or handle))
             return found, handle
-        if "file_data" in part:
-            raise BadRequest(
-                "inline file data is not accepted: upload it to /v1/files, or send a document part with its text",
-                param=f"{param}.file_data",
-            )
+        if kind == "file" and "file_data" in part:
+            where, label = f"{param}.file_data", part.get("filename")
+            if "file_id" in part:
+                raise BadRequest("send either file_id or file_data", param=where)
+            if label is not None and not isinstance(label, str):
+                raise BadRequest("filename must be a string", param=f"{param}.filename")
+            data = decode_file_url(_string(part, "file_data", param), where)
+            return _blame(where, self.resolver.inline_file, data, name or label), name or label
         if "file_id" not in part and kind in ("image", "file"):
             raise BadRequest(f"a part of type {kind} needs {kind}, file_id or handle", param=param)
         file_id = _string(part, "file_id", param)
@@ -342,30 +357,41 @@ class _Parser:
     def _mention(self, mention: Mention, param: str) -> tuple[str | None, Found | None]:
         """Returns the name of a mention and what it stands for: chunks, or None if they are linked already. One that
         stays text has no name."""
-        kind, why = mention.kind, f"a handle has at most {LONGEST} characters"
-        for name in _names(mention.written):
+        kind, whole, why = mention.kind, mention.written, f"a handle has at most {LONGEST} characters"
+        for name in chain([whole + mention.pages] if mention.pages else [], _names(whole)):
             key = kind, folded(name)
             if key in self.linked:
                 return name, None
-            if key in self.unknown:
-                why = self.unknown[key]
-                continue
-            try:
-                found = _blame(param, self.resolver.by_handle, kind, name)
-            except UnknownHandle as error:
-                if len(self.unknown) == MAX_UNKNOWN:
-                    raise BadRequest(
-                        f"the messages hold more than {MAX_UNKNOWN:,} names that do not exist: if they are "
-                        "not handles, set mpic.handles to false",
-                        param=param,
-                    ) from error
-                self.unknown[key] = why = error.message
-                continue
-            self.linked[key] = _label(found, name)
-            return name, found
+            error = self.unknown.get(key)
+            if error is None:
+                try:
+                    found = _blame(param, self.resolver.by_handle, kind, name)
+                except UnknownHandle as unknown:
+                    if len(self.unknown) == MAX_UNKNOWN:
+                        raise BadRequest(
+                            f"the messages hold more than {MAX_UNKNOWN:,} names that do not exist: if they are "
+                            "not handles, set mpic.handles to false",
+                            param=param,
+                        ) from unknown
+                    self.unknown[key] = error = unknown.with_traceback(None)
+                else:
+                    self.linked[key] = _label(found, name)
+                    return name, self._new(found) or None
+            why = error.message
+            if isinstance(error, PageNotFound):  # all of the document is not what was asked for
+                break
         if mention.written.strip(".-"):
             self.handles.note(_shown(mention), why)
         return None, None
+
+    def _new(self, found: Found) -> list[Chunk]:
+        """Returns chunks without the pages that are linked already, and notes their pages as linked."""
+        chunks = _chunks(found)
+        new = [
+            chunk for chunk in chunks if chunk.page is None or (chunk.file_id, chunk.key) not in self.pages
+        ]
+        self.pages.update((chunk.file_id, chunk.key) for chunk in chunks if chunk.page is not None)
+        return new
 
 
 def find_handles(text: str) -> Iterator[Mention]:
@@ -383,7 +409,9 @@ def find_handles(text: str) -> Iterator[Mention]:
         at = end_of_name(text, mark + 1)
         if at > mark + 1:
             written = text[mark + 1 : at]
-            yield Mention(begins.start(), at, "image" if kind == "IMAGE" else "file", mark - word, written)
+            pages = PAGES.match(text, at) if kind == "FILE" else None
+            name = "image" if kind == "IMAGE" else "file"
+            yield Mention(begins.start(), at, name, mark - word, written, pages[0] if pages else "")
 
 
 def _names(written: str) -> Iterator[str]:
@@ -410,7 +438,7 @@ def _another_script(letter: str) -> bool:
 def _shown(mention: Mention) -> str:
     """Returns a handle that stays text, for its note."""
     name = mention.written.rstrip(".-") or mention.written
-    return f"{mention.kind.upper()}#{name[:LONGEST]}{'...' if len(name) > LONGEST else ''}"
+    return f"{mention.kind.upper()}#{name[:LONGEST]}{'...' if len(name) > LONGEST else ''}{mention.pages}"
 
 
 def _chunks(found: Found) -> list[Chunk]:
@@ -418,16 +446,23 @@ def _chunks(found: Found) -> list[Chunk]:
 
 
 def _labelled(found: Found, name: str | None) -> list[tuple[Chunk, str | None]]:
-    """Returns chunks with their labels in the request: those of a document that is cut are numbered."""
+    """Returns chunks with their labels in the request: those of a document that is cut are numbered, or named by their
+    pages."""
     chunks = _chunks(found)
-    if name is None or len(chunks) == 1:
+    if name is None or (len(chunks) == 1 and chunks[0].page is None):
         return [(chunk, name) for chunk in chunks]
-    return [(chunk, f"{name} {i}") for i, chunk in enumerate(chunks, 1)]
+    plain = without_pages(name)[0]
+    numbered = enumerate(chunks, 1)
+    return [(chunk, f"{plain} page {chunk.page}" if chunk.page else f"{name} {i}") for i, chunk in numbered]
 
 
 def _label(found: Found, name: str) -> str:
     """Returns the text that replaces later mentions of what is linked."""
     kind = _chunks(found)[0].kind
+    plain, pages = without_pages(name)
+    if pages is not None:
+        first, last = pages
+        name = f"{plain} page {first}" if first == last else f"{plain} pages {first} to {last}"
     return f"{'document' if kind == 'text' else kind} {name}"
 
 

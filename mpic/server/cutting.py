@@ -39,9 +39,14 @@ def check_whole(file: File, context: int) -> None:
     """
     if file.tokens is not None and file.tokens >= context:
         name = f"FILE#{file.handle}" if file.handle else file.id
+        parts = (
+            f"name the pages that you need, such as {name}[1-3]"
+            if file.pages
+            else ("upload the parts that you need as separate files")
+        )
         raise DocumentTooLong(
             f"{name} has {file.tokens:,} tokens, and this model reads at most {context:,} at once: no prompt can "
-            "link all of it; upload the parts that you need as separate files",
+            f"link all of it; {parts}",
             prompt_tokens=file.tokens,
             context_length=context,
         )

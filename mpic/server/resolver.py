@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from mpic.errors import BadRequest, MPICError, UnknownHandle, cut
+from mpic.handles import without_pages
 from mpic.kv.chunk import Chunk
 from mpic.server.cutting import check_whole
 
@@ -32,11 +33,12 @@ class LibraryResolver:
         self.found = 0
 
     def by_handle(self, kind: HandleKind, name: str) -> list[Chunk]:
+        name, pages = without_pages(name)
         file = self.library.files.by_handle(self.user, name)
         if kind == "image" and file.kind != "image":
             what = "video" if file.kind == "video" else "document"
             raise UnknownHandle(f"{cut(name)!r} is a {what}, not an image: write FILE#{name}", handle=name)
-        return self._all(file)
+        return self._all(file, pages)
 
     def by_file_id(self, file_id: str) -> list[Chunk]:
         """Returns an upload of the user, or a reference (``ref_...``), which every user may read."""
@@ -44,7 +46,8 @@ class LibraryResolver:
             if file_id.startswith("ref_"):
                 shelf = self.library.references
                 return [self._counted(shelf.chunk(shelf.get(file_id)))]
-            return self._all(self.library.files.get(self.user, file_id))
+            file_id, pages = without_pages(file_id)
+            return self._all(self.library.files.get(self.user, file_id), pages)
 
     def by_cache_id(self, cache_id: str) -> list[Chunk]:
         with _without_param():
@@ -63,10 +66,14 @@ class LibraryResolver:
         with _without_param():
             return self._counted(self.library.files.inline_text(self.user, text, label))
 
-    def _all(self, file: File) -> list[Chunk]:
-        if self.context is not None:
+    def inline_file(self, data: bytes, label: str | None) -> list[Chunk]:
+        with _without_param():
+            return [self._counted(chunk) for chunk in self.library.files.inline_file(self.user, data, label)]
+
+    def _all(self, file: File, pages: tuple[int, int] | None) -> list[Chunk]:
+        if self.context is not None and pages is None:
             check_whole(file, self.context)
-        return [self._counted(chunk) for chunk in self.library.files.chunks(self.user, file)]
+        return [self._counted(chunk) for chunk in self.library.files.chunks(self.user, file, pages)]
 
     def _counted(self, chunk: Chunk) -> Chunk:
         self.found += 1

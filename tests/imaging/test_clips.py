@@ -265,7 +265,7 @@ def test_an_image_is_decoded_after_a_clip_by_the_same_process(decoder):
 
     decoder.clip_facts(animation(FRAMES), RULES, BUDGET)
     started = decoder.workers.started
-    assert decoder.identify(flat_png(1700, 1), ImageRules(40_000_000, 200.0, False), BUDGET)[:2] == (
+    assert decoder.identify(flat_png(1700, 1), ImageRules(40_000_000, 200.0), BUDGET)[:2] == (
         1700,
         1700,
     )

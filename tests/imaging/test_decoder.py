@@ -24,7 +24,7 @@ from mpic.imaging.decoder import Decoder
 from mpic.imaging.image_header import read_header
 from mpic.imaging.pixels import ImageRules
 
-RULES = ImageRules(40_000_000, 200.0, False)
+RULES = ImageRules(40_000_000, 200.0)
 BUDGET = 1 << 30
 LARGE = [flat_png(1700, 20 * seed) for seed in range(6)]  # 2.9 million pixels
 
@@ -243,7 +243,7 @@ def test_a_memory_limit_of_the_server_is_not_blamed_on_the_image():
         decoder = Decoder(workers=1)
         for side in (6000, 1700):
             try:
-                print(decoder.identify(flat_png(side), ImageRules(40_000_000, 200.0, False), 1 << 30).width)
+                print(decoder.identify(flat_png(side), ImageRules(40_000_000, 200.0), 1 << 30).width)
             except MPICError as error:
                 print(error.code)
     """
@@ -284,7 +284,7 @@ def test_processes_end_with_the_one_that_started_them(tmp_path):
         import os, signal, sys
         from mpic.imaging.decoder import decoder
         from mpic.imaging.pixels import ImageRules
-        decoder().identify(open(sys.argv[1], "rb").read(), ImageRules(40_000_000, 200.0, False), 1 << 30)
+        decoder().identify(open(sys.argv[1], "rb").read(), ImageRules(40_000_000, 200.0), 1 << 30)
         print(decoder().workers.pids[0], flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
@@ -303,7 +303,7 @@ def test_eight_large_images_at_once_take_the_memory_of_two_and_it_is_given_back(
         from concurrent.futures import ThreadPoolExecutor
         from mpic.imaging.decoder import Decoder
         from mpic.imaging.pixels import ImageRules
-        data, rules = open(sys.argv[1], "rb").read(), ImageRules(40_000_000, 200.0, False)
+        data, rules = open(sys.argv[1], "rb").read(), ImageRules(40_000_000, 200.0)
         me, decoder, peak, done = psutil.Process(), Decoder(workers=2), 0, threading.Event()
 
         def total():

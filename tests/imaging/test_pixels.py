@@ -2,6 +2,7 @@
 
 import io
 import struct
+import sys
 from contextlib import suppress
 
 import numpy as np
@@ -9,14 +10,14 @@ import pytest
 from odd_images import FILES, SHADES, flat_png, photo, saved
 from PIL import Image, ImageOps
 
-from mpic.errors import AnimatedImage, ImageTooLarge, InvalidImage, MPICError, UnsupportedType
+from mpic.errors import AnimatedImage, ImageTooLarge, InvalidImage, MPICError, NoImageDecoder
 from mpic.imaging import image_header, pixels
 from mpic.imaging.pixels import ImageRules, PixelDigest
 from mpic.kv.chunk import ChunkKey, digest
 from mpic.library import Limits, decode_image
 from mpic.library.intake.decode import image_key
 
-RULES = ImageRules(40_000_000, 200.0, True)
+RULES = ImageRules(40_000_000, 200.0)
 BUDGET = 1 << 30
 
 
@@ -31,9 +32,7 @@ def at_once(data, rules=RULES):
                 raise ImageTooLarge("")
             if max(width, height) > rules.aspect * min(width, height):
                 raise InvalidImage("")
-            if image.format == "GIF" and not rules.gif:
-                raise UnsupportedType("")
-            if image.format not in ("GIF", "MPO") and getattr(image, "is_animated", False):
+            if image.format not in ("GIF", "TIFF", "MPO") and getattr(image, "is_animated", False):
                 raise AnimatedImage("")
             image.load()
             with suppress(SyntaxError, struct.error):  # EXIF data that nobody can read
@@ -91,11 +90,40 @@ def test_a_worker_gives_what_decoding_at_once_gives(name, decoder, monkeypatch):
 
 @pytest.mark.parametrize("name", FILES)
 def test_the_path_a_request_takes_gives_what_decoding_at_once_gives(name):
-    data, limits = FILES[name], Limits(gif=True)
+    data, limits = FILES[name], Limits()
     expected = outcome(at_once, data)
     assert outcome(lambda data, rules: decode_image(data, limits), data) == expected
     if not isinstance(expected, str):
         assert image_key(data, limits) == ChunkKey.of_image(Image.frombytes("RGB", *expected))
+
+
+@pytest.mark.parametrize("size", [(61, 43), (1700, 1300)])
+def test_a_photo_of_a_telephone_is_decoded_in_another_process(size, decoder):
+    pillow_heif = pytest.importorskip("pillow_heif")
+    out = io.BytesIO()
+    pillow_heif.from_pillow(photo(size)).save(out, quality=100, chroma=444)
+    data = out.getvalue()
+    header = image_header.read_header(data)
+    assert header.format == "HEIF" and header.pixels >= size[0] * size[1], "stored in whole blocks"
+    decoded = decoder.decode(data, RULES, BUDGET)
+    assert decoded.size == size and decoder.in_process.most_running == 0
+    assert np.abs(np.asarray(decoded, int) - np.asarray(photo(size), int)).mean() < 4
+    assert "HEIF" not in Image.OPEN, "nothing is registered in this process"
+    with pytest.raises(InvalidImage):
+        decoder.identify(data[: len(data) // 2], RULES, BUDGET)
+
+
+def test_a_photo_whose_decoder_is_missing_is_refused_by_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    with pytest.raises(NoImageDecoder, match=r"HEIC needs .* pip install 'mpic\[heic\]'"):
+        pixels.decode(b"\0\0\0\x18ftypheic" + bytes(40), RULES)
+
+
+@pytest.mark.parametrize("name", ["gif", "tiff RGB", "avif", "avif RGBA", "tiff of two pages"])
+def test_formats_of_large_libraries_are_decoded_in_another_process_by_the_size_in_their_header(name, decoder):
+    assert image_header.read_header(FILES[name])[1:3] == photo().size
+    decoder.identify(FILES[name], RULES, BUDGET)
+    assert (decoder.workers.started, decoder.in_process.most_running) == (1, 0)
 
 
 def test_keys_of_images_never_change():

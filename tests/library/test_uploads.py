@@ -6,7 +6,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from library_tools import encoded, everything, picture
+from library_tools import encoded, everything, lose_catalogue, picture
 from threads_kit import in_threads
 
 from mpic.errors import (
@@ -20,6 +20,7 @@ from mpic.errors import (
     TooLarge,
 )
 from mpic.kv.chunk import ChunkKey
+from mpic.library.rebuild import recover
 
 
 def test_an_image_comes_back_as_its_user_knows_it(library, clock):
@@ -41,6 +42,20 @@ def test_a_text_comes_back_as_its_user_knows_it(library):
     chunk = library.files.chunk("ann", file.id)
     assert file.kind == "text" and chunk.key == ChunkKey.of_text("Grüße")
     assert chunk.token_ids == tuple("Grüße".encode()) and chunk.label == "t.txt"
+
+
+async def test_how_a_text_was_written_is_remembered_for_as_long_as_its_original(open_library):
+    words, library = "Привет, как дела? Сегодня хорошая погода, и мы пошли гулять.", open_library()
+    file = library.files.add("ann", words.encode("cp1251"), "t.txt")
+    reference = await library.references.add(words.encode("utf-16"), "t.txt", title="T")
+    assert (file.format, reference.format) == ("cp1251", "utf_16")
+    library.close()
+    lose_catalogue(library.root)
+    recover(library.root)
+    library = open_library()
+    assert library.files.get("ann", file.id) == file and library.references.get(reference.id) == reference
+    for chunk in (library.files.chunk("ann", file), library.references.chunk(reference)):
+        assert chunk.key == ChunkKey.of_text(words) and chunk.token_ids == tuple(words.encode())
 
 
 def test_every_kind_of_source_is_accepted(library, tmp_path):

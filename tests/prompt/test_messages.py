@@ -16,6 +16,7 @@ from mpic.errors import (
     EmptyPrompt,
     FileNotFound,
     InvalidImage,
+    InvalidUpload,
     MPICError,
     UnknownHandle,
 )
@@ -219,7 +220,18 @@ def test_data_urls_are_decoded_and_never_fetched():
         ({"type": "cache"}, BadRequest, "content[1].cache_id"),
         ({"type": "cache", "cache_id": "none"}, FileNotFound, "content[1].cache_id"),
         ({"type": "file", "file": {"file_id": "none"}}, FileNotFound, "content[1].file.file_id"),
-        ({"type": "file", "file": {"file_data": "eA=="}}, BadRequest, "content[1].file.file_data"),
+        ({"type": "file", "file": {"file_data": "eA=="}}, InvalidUpload, "content[1].file.file_data"),
+        (
+            {"type": "file", "file": {"file_data": "data:;base64,?"}},
+            InvalidUpload,
+            "content[1].file.file_data",
+        ),
+        (
+            {"type": "file", "file": {"file_data": "data:;base64,", "file_id": "x"}},
+            BadRequest,
+            "content[1].file.file_data",
+        ),
+        ({"type": "file", "file": {"filename": "x"}}, BadRequest, "content[1].file"),
         ({"type": "file", "file": {"handle": "none"}}, UnknownHandle, "content[1].file.handle"),
         ({"type": "image_url", "image_url": {}}, BadRequest, "image_url.file_id"),
         *(
@@ -380,4 +392,4 @@ def test_handles_are_found_as_by_searching_all_of_the_text(pieces):
     text = "".join(pieces)
     handle = re.compile(r"(?<![A-Za-z0-9_])(IMAGE|FILE)(\\*)#([\w.\-]+)")
     found = [(m.start(), m.end(), m[1].lower(), len(m[2]), m[3]) for m in handle.finditer(text)]
-    assert [*find_handles(text)] == found
+    assert [mention[:5] for mention in find_handles(text)] == found

@@ -29,7 +29,14 @@ async def test_upload_is_compiled_in_the_background(tmp_path, template):
         theirs = {"object": "file", "bytes": len(png()), "filename": "red.png", "purpose": "vision"}
         theirs |= {"expires_at": None, "status": "uploaded", "status_details": None}
         ours = {"handle": "EIFFEL", "kind": "image", "tokens": None, "state": "compiling", "tiers": []}
-        ours |= {"chunk_count": 1, "chunks": None, "press": None, "outcome": "created"}
+        ours |= {
+            "chunk_count": 1,
+            "chunks": None,
+            "press": None,
+            "format": None,
+            "pages": None,
+            "outcome": "created",
+        }
         assert file == {"id": file["id"], "created_at": file["created_at"], **theirs, **ours}
         await wait_until(lambda: engine.pending)
         engine.pending[0].set_result(CHUNK_TOKENS)
@@ -265,7 +272,7 @@ async def test_expiry(tmp_path, template):
     ("data", "form", "code", "param"),
     [
         (png()[:60], {}, "invalid_image", "file"),
-        (b"%PDF-1.7", {}, "unsupported_type", "file"),
+        (b"%PDF-1.7", {}, "invalid_document", "file"),
         (b"\xff\xfe\x00", {}, "invalid_text", "file"),
         (b"text", {"handle": "no spaces"}, "bad_request", "handle"),
         (b"text", {"purpose": "fine-tune"}, "unsupported_parameter", "purpose"),

@@ -10,6 +10,7 @@ import zlib
 from unittest.mock import Mock
 
 import pytest
+from document_kit import docx, pdf, zipped
 from odd_images import SIGNATURE, chunk, saved
 from odd_images import png as by_hand
 from PIL import Image
@@ -21,7 +22,7 @@ from mpic.http import errors
 from mpic.library.intake import receive
 from mpic.server import descriptors
 
-LIMITS = LibraryConfig(upload_bytes=200_000, text_bytes=50_000, image_pixels=1_000_000)
+LIMITS = LibraryConfig(upload_bytes=200_000, text_bytes=50_000, image_pixels=1_000_000, document_pages=50)
 PDF = b"%PDF-1.7\n1 0 obj<</Type/Catalog>>endobj\ntrailer<</Root 1 0 R>>\n%%EOF"
 
 
@@ -45,6 +46,11 @@ def text_bomb():
     return start + chunk(b"zTXt", b"c\0\0" + zlib.compress(b"A" * 60_000_000, 9)) + end
 
 
+def word_bomb():
+    """A document of a hundred kilobytes that unpacks to 100 MB."""
+    return docx(["x" * 100_000_000])
+
+
 REFUSED = {
     "nothing at all": (b"", "x.png", 400, "empty_upload"),
     "only a byte order mark": (b"\xef\xbb\xbf", "x.txt", 400, "empty_upload"),
@@ -63,18 +69,27 @@ REFUSED = {
     "a PNG signature and HTML": (SIGNATURE + b"<script>alert(1)</script>", "x.png", 400, "invalid_image"),
     "a JPEG signature and PHP": (b"\xff\xd8\xff<?php system($_GET[0]); ?>", "x.jpg", 400, "invalid_image"),
     "a GIF that is JavaScript": (b"GIF89a/*" + b"\0" * 20 + b"*/=1;alert(1)", "x.gif", 400, "invalid_image"),
-    "a GIF": (encoded("GIF"), "x.png", 400, "unsupported_type"),
     "an animated PNG": (encoded("PNG", animated=True), "x.png", 400, "animated_image"),
     "an animated WebP": (encoded("WEBP", animated=True), "x.webp", 400, "animated_image"),
-    "a TIFF called PNG": (encoded("TIFF"), "x.png", 400, "unsupported_type"),
-    "a PDF": (PDF, "x.pdf", 400, "unsupported_type"),
-    "a PDF called PNG": (PDF, "x.png", 400, "unsupported_type"),
-    "a ZIP called text": (b"PK\x03\x04" + b"\0" * 40, "x.txt", 400, "unsupported_type"),
+    "a PDF without pages": (PDF, "x.pdf", 400, "invalid_document"),
+    "half of a PDF called PNG": (pdf(["text"] * 9)[:700], "x.png", 400, "invalid_document"),
+    "a PDF of pictures": (pdf(["", ""]), "x.pdf", 400, "no_text"),
+    "a PDF of very many pages": (pdf(["x"] * 51), "x.pdf", 413, "too_many_pages"),
+    "a PDF of more text than may be": (pdf(["\n".join(["x" * 80] * 40)] * 20), "x.pdf", 413, "too_large"),
+    "a ZIP called text": (zipped(a="a"), "x.txt", 400, "unsupported_type"),
+    "half of a ZIP": (zipped(a="a")[:30], "x.docx", 400, "invalid_document"),
+    "a document of Word without one": (zipped(word__document_xml="<a"), "x.docx", 400, "invalid_document"),
+    "a bomb of a document": (word_bomb(), "x.docx", 413, "document_too_costly"),
+    "an old document of Word": (
+        b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(600),
+        "x.doc",
+        400,
+        "unsupported_type",
+    ),
     "gzip": (b"\x1f\x8b\x08" + b"\0" * 20, "x.txt", 400, "unsupported_type"),
     "a program": (b"\x7fELF" + b"\0" * 60, "x.png", 400, "unsupported_type"),
     "a movie": (b"\0\0\0\x18ftypmp42" + b"\0" * 40, "x.mp4", 400, "unsupported_type"),
     "text in Latin-1": ("Stra\u00dfe".encode("latin-1"), "x.txt", 400, "invalid_text"),
-    "text in UTF-16": ("text".encode("utf-16"), "x.txt", 400, "invalid_text"),
     "half of a surrogate pair": (b"a\xed\xa0\x80b", "x.txt", 400, "invalid_text"),
     "an overlong slash": (b"..\xc0\xafetc", "x.txt", 400, "invalid_text"),
     "a NUL in text": (b"good\0bad", "x.txt", 400, "invalid_text"),
@@ -84,6 +99,9 @@ TAKEN = {
     "an image with a ZIP behind it": (png() + b"PK\x03\x04" + b"\0" * 50, "x.zip", "image"),
     "an image with a page behind it": (png() + b"<html><script>alert(1)</script>", "x.html", "image"),
     "an image called text": (png(), "x.txt", "image"),
+    "a GIF": (encoded("GIF", animated=True), "x.png", "image"),
+    "a TIFF called PNG": (encoded("TIFF"), "x.png", "image"),
+    "text in UTF-16": ("text".encode("utf-16"), "x.txt", "text"),
     "text called an image": (b"just words", "x.png", "text"),
     "a picture that is XML": (b"<svg xmlns='http://www.w3.org/2000/svg' onload='a()'/>", "x.svg", "text"),
     "a document type that asks for files": (b"<!DOCTYPE a [<!ENTITY x SYSTEM '/x'>]>", "x.xml", "text"),

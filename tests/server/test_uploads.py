@@ -99,7 +99,7 @@ REFUSED_BODIES = {
     "no handle": ({"path": "a b"}, (400, "bad_request", "handle")),
     "a form": ({"type": "multipart/form-data; boundary=x"}, (400, "bad_request", "Content-Type")),
     "nothing": ({"content": b""}, (400, "empty_upload", "file")),
-    "another type": ({"content": b"%PDF-1.7"}, (400, "unsupported_type", "file")),
+    "another type": ({"content": b"\x7fELF"}, (400, "unsupported_type", "file")),
     "purpose": ({"params": {"purpose": "batch"}}, (400, "unsupported_parameter", "purpose")),
     "press": ({"params": {"press": "none-at-all"}}, (400, "unknown_press", "press")),
     "ttl": ({"params": {"ttl": 0}}, (400, "bad_request", "ttl")),

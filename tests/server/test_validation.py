@@ -69,7 +69,7 @@ def test_bad_values(fields, code, param):
         ({"type": "text"}, "bad_request", ".text"),
         ({"video_url": {"url": "x", "fps": 2}}, "unsupported_parameter", ".video_url.fps"),
         ({"image_url": {"url": "x", "detail": "huge"}}, "unsupported_parameter", ".image_url.detail"),
-        ({"file": {"file_data": "data:,eA=="}}, "unsupported_parameter", ".file.file_data"),
+        ({"file": {"file_data": 5}}, "bad_request", ".file.file_data"),
     ],
 )
 def test_bad_parts(part, code, param):
@@ -102,7 +102,7 @@ CHAT = {
                 {"type": "image", "image": "x", "file_id": "x", "handle": "x", **NAMED},
                 {
                     "type": "file",
-                    "file": {"file_id": "x", "file_data": None},
+                    "file": {"file_id": "x", "file_data": "x", "filename": "x"},
                     "file_id": "x",
                     "handle": "x",
                     **NAMED,

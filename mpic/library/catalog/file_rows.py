@@ -23,11 +23,13 @@ ALIVE = "owner = :owner AND (expires_at IS NULL OR expires_at > :now)"
 
 
 class DocumentPiece(NamedTuple):
-    """Characters ``[start, end)`` of a document, and the digest of this text (``ChunkKey.digest``)."""
+    """Characters ``[start, end)`` of a document, the digest of this text (``ChunkKey.digest``), and the page that it is
+    on, if there are pages."""
 
     start: int
     end: int
     digest: str
+    page: int | None = None
 
 
 def handle_taken(handle: str) -> HandleTaken:
@@ -182,15 +184,18 @@ class FileRows:
         if db.execute(sql, values).rowcount:
             self._sidecars.rewrite(db, "file", file_id)
 
-    def set_split(self, db: Connection, file: File, split: dict[str, Any] | None) -> list[ChunkKey]:
-        """Sets, within a transaction, how a document is to be cut, and forgets the pieces of the old way.
+    def set_cut(
+        self, db: Connection, file: File, split: dict[str, Any] | None, content: ChunkKey, pages: int | None
+    ) -> list[ChunkKey]:
+        """Sets, within a transaction, what the text of a document is and how it is to be cut, and forgets its pieces.
 
         Returns:
-            The contents of those pieces that no file of the owner holds any more.
+            The contents that the document held before and no file of the owner holds any more.
         """
         before = self.keys_of(db, file)
         text = None if split is None else json.dumps(split, sort_keys=True)
-        db.execute("UPDATE files SET split = ? WHERE id = ?", (text, file.id))
+        sql = "UPDATE files SET split = ?, digest = ?, pages = ? WHERE id = ?"
+        db.execute(sql, (text, content.digest, pages, file.id))
         db.execute("DELETE FROM pieces WHERE file = ?", (file.id,))
         self._sidecars.rewrite(db, "file", file.id)
         return [key for key in before if not self.has_content(db, file.owner, key)]
@@ -243,7 +248,7 @@ class FileRows:
 
     def pieces(self, file_id: str) -> list[DocumentPiece]:
         """Returns the pieces of a document in order; none while it is not cut."""
-        sql = 'SELECT start, "end", digest FROM pieces WHERE file = ? ORDER BY position'
+        sql = 'SELECT start, "end", digest, page FROM pieces WHERE file = ? ORDER BY position'
         return [DocumentPiece(*row) for row in self._catalog.read(sql, file_id)]
 
     def with_pieces(self, user: str, beginnings: Iterable[str]) -> dict[str, list[str]]:
@@ -275,7 +280,7 @@ class FileRows:
                 return None
             if not db.execute("SELECT 1 FROM pieces WHERE file = ?", (file.id,)).fetchone():
                 rows = [(file.id, position, *piece) for position, piece in enumerate(pieces)]
-                db.executemany("INSERT INTO pieces VALUES (?, ?, ?, ?, ?)", rows)
+                db.executemany("INSERT INTO pieces VALUES (?, ?, ?, ?, ?, ?)", rows)
         return self.pieces(file.id)
 
     def keys_of(self, db: Connection, file: File) -> list[ChunkKey]:

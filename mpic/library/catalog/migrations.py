@@ -233,3 +233,17 @@ def m010_clips(db: sqlite3.Connection) -> None:
 def m011_listings_of_uploads(db: sqlite3.Connection) -> None:
     """Lets a listing of files pass over the chunks of caches, of which a user may have thousands."""
     db.execute("CREATE INDEX files_uploads ON files (owner) WHERE id NOT GLOB 'cache-*'")
+
+
+@migration
+def m012_formats_of_texts(db: sqlite3.Connection) -> None:
+    """Adds the form in which an original holds its text: an encoding, empty where that is UTF-8 or no text."""
+    for table in ("files", "refs", "retired_refs"):
+        db.execute(f"ALTER TABLE {table} ADD COLUMN format TEXT NOT NULL DEFAULT ''")
+
+
+@migration
+def m013_pages(db: sqlite3.Connection) -> None:
+    """Adds the number of a document's pages, and the page of each of its pieces; NULL where there are none."""
+    db.execute("ALTER TABLE files ADD COLUMN pages INTEGER")
+    db.execute("ALTER TABLE pieces ADD COLUMN page INTEGER")

@@ -24,7 +24,7 @@ from mpic.library.records import Reference, State
 
 COLUMNS = (
     "id, version, kind, title, description, metadata, filename, path, bytes, sha256, digest, created_at, updated_at, "
-    "tokens, state, error"
+    "tokens, state, error, format"
 )
 
 

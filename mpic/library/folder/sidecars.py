@@ -51,16 +51,18 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "pinned",
         "split",
         "press",
+        "format",
+        "pages",
     ),
     "reference": (
         *("id", "version", "title", "description", "metadata", *CONTENT),
-        *("created_at", "updated_at", "pinned"),
+        *("created_at", "updated_at", "pinned", "format"),
     ),
     "cache": ("id", "owner", "name", "split", "created_at", "expires_at"),
     "owner": ("id", "created_at", *QUOTAS),
 }
 """Columns of the catalogue that a sidecar holds. State and tokens are not among them: they follow from compiling."""
-ADDED = {"file": {"split": None, "press": ""}}
+ADDED = {"file": {"split": None, "press": "", "format": "", "pages": None}, "reference": {"format": ""}}
 """Columns that the sidecars of earlier versions lack, with what that means."""
 CACHE_CHUNK = ("id", *CONTENT, "pinned", "position", "start", "end")
 
@@ -275,7 +277,7 @@ def _model(kind: str) -> Any:
     scalar = str | bool | int | Annotated[float, Field(allow_inf_nan=False)]
     types: dict[str, Any] = {
         **dict.fromkeys(("id", "owner", "name"), text),
-        **dict.fromkeys(("filename", "title", "description", "press"), str),
+        **dict.fromkeys(("filename", "title", "description", "press", "format"), str),
         **dict.fromkeys(("sha256", "digest"), Annotated[str, Field(pattern="^[0-9a-f]{64}$")]),
         **dict.fromkeys(("bytes", "version", "position", "start", "end"), whole),
         **dict.fromkeys(QUOTAS, whole | None),
@@ -285,6 +287,7 @@ def _model(kind: str) -> Any:
         "kind": Kind,
         "metadata": dict[str, scalar],
         "pinned": bool,
+        "pages": whole | None,
         "split": dict[str, scalar | None] | None,
     }
 

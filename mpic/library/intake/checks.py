@@ -13,9 +13,16 @@ from mpic.handles import LONGEST, canonical, is_handle
 from mpic.imaging.budget import Budget
 from mpic.imaging.decoder import MOST_WAITING
 from mpic.imaging.image_header import SMALL_BYTES
-from mpic.kv.chunk import ChunkKey
 from mpic.library.folder.originals import Incoming
-from mpic.library.intake.decode import HEAD, NO_CLIPS, check_text_size, content_key, sniff
+from mpic.library.intake.decode import (
+    HEAD,
+    NO_CLIPS,
+    Content,
+    check_text_size,
+    content_of,
+    is_document,
+    sniff,
+)
 from mpic.library.limits import Limits
 from mpic.library.records import Scalar
 
@@ -33,22 +40,23 @@ def new_id(prefix: str) -> str:
     return prefix + "".join(secrets.choice(ID_ALPHABET) for _ in range(24))
 
 
-def identify(incoming: Incoming, limits: Limits, no_clips: str | None = NO_CLIPS) -> ChunkKey:
+def identify(incoming: Incoming, limits: Limits, no_clips: str | None = NO_CLIPS) -> Content:
     """Returns the identity of an upload's content, found by decoding it.
 
     Args:
-        no_clips: why clips are not taken, see ``content_key``.
+        no_clips: why clips are not taken, see ``content_of``.
 
     Raises:
         InvalidUpload, TooLarge: the content is not accepted.
         DecoderBusy: too many large uploads are waiting.
         OutOfMemory: there is not enough memory to decode it now.
     """
-    if sniff(incoming.head(HEAD), no_clips) == "text":
+    head = incoming.head(HEAD)
+    if sniff(head, no_clips) == "text" and not is_document(head):
         check_text_size(incoming.bytes, limits)  # before all of it is read
     large = incoming.bytes > SMALL_BYTES
     with READING.taken(incoming.bytes, READ_BYTES) if large else nullcontext():
-        return content_key(incoming.content(), limits, no_clips)
+        return content_of(incoming.content(), limits, no_clips)
 
 
 def clean_name(name: str, limits: Limits) -> str:

@@ -7,25 +7,26 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable
 from threading import Lock
+from typing import Generic, TypeVar
 
-from mpic.kv.chunk import ChunkKey
-
+T = TypeVar("T")
 REMEMBERED = 1 << 14
 """Files whose identities are remembered; 200 bytes each."""
 
 
-class ImageKeys:
-    """Chunk keys by user and digest of a file; the least recently used are dropped. Thread-safe.
+class ImageKeys(Generic[T]):
+    """Chunk keys (of a document those of its pages) by user and digest of a file; the least recently used are dropped.
+    Thread-safe.
 
     One user's files are not looked up for another: how long a request takes must not tell who has sent an image before.
     """
 
     def __init__(self, capacity: int = REMEMBERED) -> None:
         self._capacity = capacity
-        self._keys: OrderedDict[tuple[str, bytes], ChunkKey] = OrderedDict()
+        self._keys: OrderedDict[tuple[str, bytes], T] = OrderedDict()
         self._lock = Lock()
 
-    def key(self, user: str, data: bytes, decode: Callable[[], ChunkKey]) -> ChunkKey:
+    def key(self, user: str, data: bytes, decode: Callable[[], T]) -> T:
         """Returns the key of the image in a file.
 
         Args:

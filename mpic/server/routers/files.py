@@ -51,7 +51,7 @@ async def upload(
     request: Request,
     state: StateDep,
     user: CurrentUser,
-    file: Annotated[UploadFile, File(description="PNG, JPEG, WebP, BMP, or text in UTF-8")],
+    file: Annotated[UploadFile, File(description="an image, a clip, a document or text")],
     purpose: Annotated[str, Form(description="one of " + ", ".join(PURPOSES))] = "user_data",
     handle: Annotated[
         str | None, Form(description="NAME for `IMAGE#NAME` and `FILE#NAME` in prompts")
@@ -273,7 +273,7 @@ def get_file(file_id: str, state: StateDep, user: CurrentUser) -> FileObject:
     """Show one file."""
     file = state.library.files.get(user.id, file_id)
     borders = state.library.files.borders(user.id, file_id)
-    chunks = tuple(FileChunk(start=piece.start, end=piece.end) for piece in borders) or None
+    chunks = tuple(FileChunk(start=one.start, end=one.end, page=one.page) for one in borders) or None
     found = _show(
         file, state, tiers_of(state, user.id, [file_id]), {file_id: len(borders)} if borders else {}
     )
@@ -324,5 +324,5 @@ def _show(file: LibraryFile, state: State, tiers: Tiers, counts: Mapping[str, in
     except DocumentTooLong as error:
         details = error.message
     more = {"purpose": purpose, "status_details": details, "chunk_count": counts.get(file.id, 1)}
-    more["press"] = file.press or None
+    more |= {"press": file.press or None, "format": file.format or None}
     return shown(FileObject, file, tiers=tiers.get(file.id, ()), **more)

@@ -33,7 +33,7 @@ router = APIRouter(prefix="/v1/references", tags=["references"], route_class=JSO
 THUMBNAIL = 128
 """Longest side in pixels."""
 FIELDS = ("file", "title", "description", "metadata")
-Content = Annotated[UploadFile, File(description="PNG, JPEG, WebP, BMP, or text in UTF-8")]
+Content = Annotated[UploadFile, File(description="an image, a document or text")]
 Title = Annotated[
     str | None, Form(description="its name for people and in prompts; default: the file's name")
 ]

@@ -1,0 +1,220 @@
+"""Reads the text of PDF and Office files, page by page, in a decoding process: parsers of hostile bytes need bounds of
+memory and time (``worker``).
+
+A slide and a sheet are pages, too. A page begins with a line ``[page N]``, so that it is never blank and an answer can
+cite it. Documents of Word have no pages before they are laid out; they are one text in Markdown.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from mpic.errors import (
+    DocumentTooCostly,
+    InvalidDocument,
+    InvalidUpload,
+    NoDocumentReader,
+    NoText,
+    TooLarge,
+    TooManyPages,
+    UnsupportedType,
+)
+from mpic.imaging.pixels import said_by
+
+INSTALL = "pip install 'mpic[documents]'"
+SIGNATURES = (b"%PDF-", b"PK\x03\x04", b"\xd0\xcf\x11\xe0")
+PARTS = {"word/document.xml": "docx", "ppt/presentation.xml": "pptx", "xl/workbook.xml": "xlsx"}
+"""Files inside a ZIP that tell what it is."""
+MOST_XML = 64 << 20
+"""Bytes of XML that are unpacked of an Office document. Parsers take up to a second for each two million."""
+PAGED = ("pdf", "pptx", "xlsx", "ods", "xls")
+UNSAID = str.maketrans("", "", "\0\x02\ufffe\uffff")
+"""Characters that PDFium puts where a word is cut at the end of a line, and such as no text has."""
+
+
+class DocumentRules(NamedTuple):
+    """Rules by which documents are accepted.
+
+    Args:
+        pages: maximum number of pages, slides or sheets.
+        bytes: maximum number of bytes of their text in UTF-8.
+    """
+
+    pages: int
+    bytes: int
+
+
+class DocumentText(NamedTuple):
+    """A document as it was read.
+
+    Args:
+        format: ``pdf``, ``docx``, ``pptx``, ``xlsx``, ``ods`` or ``xls``.
+        pages: the text of each page; of a document without pages all of its text.
+    """
+
+    format: str
+    pages: list[str]
+
+    @property
+    def paged(self) -> bool:
+        return self.format in PAGED
+
+
+def read(data: bytes, rules: DocumentRules) -> DocumentText:
+    """Returns the text of a document.
+
+    Raises:
+        UnsupportedType: it is a ZIP or an old Office document of another kind.
+        NoDocumentReader: the package that reads it is not installed.
+        InvalidDocument: it is damaged, or protected by a password.
+        NoText: there is no text in it.
+        TooManyPages, TooLarge: it has more than the rules allow.
+        MemoryError: it takes more memory than there is.
+    """
+    try:
+        format = _format(data)
+        return DocumentText(format, list(_bounded(READERS[format](data), format in PAGED, rules)))
+    except (InvalidUpload, TooLarge):
+        raise
+    except ImportError as error:
+        raise NoDocumentReader(
+            f"Office documents need packages that are not installed here: {INSTALL}", param="file"
+        ) from error
+    except MemoryError:
+        raise
+    except Exception as error:  # a parser of hostile bytes may raise almost any exception
+        raise InvalidDocument(f"the document cannot be read{said_by(error)}", param="file") from error
+
+
+def _bounded(texts: Iterable[str], paged: bool, rules: DocumentRules) -> Iterator[str]:
+    """Yields the pages with their numbers, within the bounds."""
+    size, any_text = 0, False
+    for number, text in enumerate(texts, 1):
+        if number > rules.pages:
+            raise TooManyPages(
+                f"the document has more than {rules.pages} pages: send the part of it that you need",
+                param="file",
+            )
+        text = text.translate(UNSAID).encode(errors="replace").decode().strip()
+        any_text |= bool(text)
+        page = f"[page {number}]\n{text}\n" if paged else text
+        size += len(page.encode())
+        if size > rules.bytes:
+            raise TooLarge(f"the text of the document has more than {rules.bytes} bytes", param="file")
+        yield page
+    if not any_text:
+        raise NoText(
+            "there is no text in the document: if its pages are pictures, send these as images", param="file"
+        )
+
+
+def _format(data: bytes) -> str:
+    if data.startswith(b"%PDF-"):
+        return "pdf"
+    if data.startswith(b"\xd0\xcf\x11\xe0"):
+        return "xls"
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        names = archive.NameToInfo
+        if sum(part.file_size for part in names.values() if part.filename.endswith(".xml")) > MOST_XML:
+            raise DocumentTooCostly(
+                f"the document unpacks to more than {MOST_XML} bytes of XML", param="file"
+            )
+        for part, format in PARTS.items():
+            if part in names:
+                return format
+        if "mimetype" in names and archive.open("mimetype").read(64).endswith(b"opendocument.spreadsheet"):
+            return "ods"
+    raise UnsupportedType(
+        "a ZIP is not accepted, unless it is a document of Word (docx), PowerPoint (pptx) or Excel (xlsx), or a "
+        "spreadsheet of OpenDocument",
+        param="file",
+        type="ZIP",
+    )
+
+
+def _pdf(data: bytes) -> Iterator[str]:
+    import pypdfium2
+    from pypdfium2.raw import FPDF_ERR_PASSWORD
+
+    try:
+        document = pypdfium2.PdfDocument(data)
+    except pypdfium2.PdfiumError as error:
+        if error.err_code == FPDF_ERR_PASSWORD:
+            raise InvalidDocument("the document is protected by a password", param="file") from error
+        raise
+    for number in range(len(document)):
+        page = document[number]
+        text = page.get_textpage()
+        yield text.get_text_bounded().replace("\r\n", "\n")
+        text.close()
+        page.close()
+
+
+def _docx(data: bytes) -> Iterator[str]:
+    import mammoth
+    import markdownify
+
+    no_picture = mammoth.images.img_element(lambda image: {})
+    html = mammoth.convert_to_html(io.BytesIO(data), convert_image=no_picture).value
+    yield markdownify.markdownify(html, heading_style="ATX", strip=["img"])
+
+
+def _pptx(data: bytes) -> Iterator[str]:
+    import pptx
+
+    for slide in pptx.Presentation(io.BytesIO(data)).slides:
+        words = list(_shapes(slide.shapes))
+        if slide.has_notes_slide and slide.notes_slide.notes_text_frame is not None:
+            words.append(f"Notes: {slide.notes_slide.notes_text_frame.text}")
+        yield "\n\n".join(words)
+
+
+def _shapes(shapes: Iterable) -> Iterator[str]:
+    for shape in shapes:
+        if hasattr(shape, "shapes"):  # a group
+            yield from _shapes(shape.shapes)
+        elif shape.has_text_frame:
+            yield shape.text_frame.text
+        elif getattr(shape, "has_table", False):
+            yield _table([cell.text for cell in row.cells] for row in shape.table.rows)
+
+
+def _sheets(data: bytes) -> Iterator[str]:
+    import python_calamine
+
+    try:
+        book = python_calamine.CalamineWorkbook.from_filelike(io.BytesIO(data))
+    except python_calamine.PasswordError as error:
+        raise InvalidDocument("the document is protected by a password", param="file") from error
+    except python_calamine.CalamineError as error:
+        if data.startswith(b"\xd0\xcf\x11\xe0"):
+            raise UnsupportedType(
+                "old Office documents are not accepted, except those of Excel (xls): save it in the new format",
+                param="file",
+                type="old Office document",
+            ) from error
+        raise
+    for name in book.sheet_names:
+        rows = book.get_sheet_by_name(name).iter_rows()
+        yield f"## {name}\n\n{_table(map(_said, row) for row in rows)}"
+
+
+def _said(cell: object) -> str:
+    """Returns the text of a cell. Whole numbers are floats in most sheets."""
+    return str(int(cell)) if isinstance(cell, float) and cell.is_integer() else str(cell)
+
+
+def _table(rows: Iterable[Iterable[str]]) -> str:
+    """Returns a table in Markdown."""
+    lines = [
+        "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in row) + " |" for row in rows
+    ]
+    if lines:
+        lines.insert(1, "|" + "---|" * (lines[0].count(" | ") + 1))
+    return "\n".join(lines)
+
+
+READERS = {"pdf": _pdf, "docx": _docx, "pptx": _pptx, **dict.fromkeys(("xlsx", "ods", "xls"), _sheets)}
