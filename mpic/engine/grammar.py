@@ -17,8 +17,8 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from mpic.errors import GrammarTooComplex, IntegrityError, InvalidGrammar, UnsupportedParameter
 
 LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
-"""Those of llguidance, which bound the steps of compiling a grammar and of one token's mask (some 20 ms at most); its
-250,000 states of a lexer would take hundreds of megabytes. Its verbose errors repeat the answer."""
+"""Those of llguidance, which bound the steps of compiling a grammar and of each token (mostly to some 20 ms), but for its
+250,000 states of a lexer, which would take hundreds of megabytes, and its errors, which would repeat the answer."""
 
 FEW = 8
 """Masks that one thread computes sooner than others wake up."""
@@ -110,7 +110,7 @@ class Constraints:
     def _of_tokens(self, param: str) -> LLTokenizer:
         """Returns the model's tokens as llguidance wants them, made when the first grammar comes."""
         if self._tokenizer is None:
-            from llguidance.hf import from_tokenizer  # imports transformers, which the vLLM engine need not
+            from llguidance.hf import from_tokenizer  # imports transformers
 
             tokenizer, eos, vocabulary = self._source
             try:
