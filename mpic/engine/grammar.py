@@ -17,8 +17,8 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from mpic.errors import GrammarTooComplex, IntegrityError, InvalidGrammar, UnsupportedParameter
 
 LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
-"""Those of llguidance, which bound the steps of compiling a grammar and of each token (mostly to some 20 ms), but for its
-250,000 states of a lexer, which would take hundreds of megabytes, and its errors, which would repeat the answer."""
+"""Those of llguidance, which bound the steps of compiling a grammar and of each token (mostly to some 20 ms). Less than
+its own: the states of a lexer (250,000 take hundreds of megabytes), and what errors say (they repeat the answer)."""
 
 FEW = 8
 """Masks that one thread computes sooner than others wake up."""
