@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import torch
+from small_models import SMALL
 
 from mpic_lab.bench import (
     decode,
     dtypes,
     flat,
     flops,
+    forms,
     frames,
     memory,
     parallel,
@@ -52,6 +54,7 @@ SETTINGS = {
     "decode": decode.Settings(
         decoder=TINY, batches=(1, 3), chunks=2, chunk_tokens=24, text=8, tokens=6, repeats=1
     ),
+    "forms": forms.Settings(SMALL, batches=(1, 3), text=8, tokens=8, repeats=1),
     "dtype": dtypes.Settings(
         TINY,
         TOWER,

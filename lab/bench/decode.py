@@ -131,7 +131,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
         "the cache that is faster in a first run is the one that is compared",
         "rate": "from the first new token to the last, so no prefill is counted",
     }
-    return Report(rows, headline, notes, lambda figure: _plot(figure, plots))
+    return Report(rows, headline, notes, lambda figure: plot_rates(figure, plots))
 
 
 def _with_half_kv(opened: ExitStack, model: BenchModel, tokens: int) -> Engine | None:
@@ -183,7 +183,8 @@ def expect_beside(usage: GenerationUsage, tokens: int, began: float, ended: floa
         raise BenchFailed(f"a request of the batch ended early, after {usage.completion_tokens} tokens")
 
 
-def _plot(figure: Any, samples: dict[int, dict[str, Series]]) -> None:
+def plot_rates(figure: Any, samples: dict[int, dict[str, Series]]) -> None:
+    """Draws the tokens a second of each batch size."""
     for axes, (batch, found) in zip(
         figure.subplots(1, len(samples), squeeze=False)[0], samples.items(), strict=True
     ):

@@ -17,8 +17,11 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from mpic.errors import GrammarTooComplex, IntegrityError, InvalidGrammar, UnsupportedParameter
 
 LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
-"""Those of llguidance, which bound the steps of compiling a grammar and of one token's mask (some 20 ms at most); its
-250,000 states of a lexer would take hundreds of megabytes. Its verbose errors repeat the answer."""
+"""Those of llguidance, which bound the steps of compiling a grammar and of each token (mostly to some 20 ms). Less than
+its own: the states of a lexer (250,000 take hundreds of megabytes), and what errors say (they repeat the answer)."""
+
+FEW = 8
+"""Masks that one thread computes sooner than others wake up."""
 
 
 @dataclass(frozen=True)
@@ -95,16 +98,19 @@ class Constraints:
         rows = [(one.matcher, row) for row, one in enumerate(answers) if one is not None]
         if not rows or self._tokenizer is None:
             return None
-        if self._executor is None:
-            self._executor = LLExecutor()
         mask = torch.full((len(answers), -(-self._tokenizer.vocab_size // 32)), -1, dtype=torch.int32)
-        self._executor.unsafe_compute_mask_ptr(rows, mask.data_ptr(), mask.shape[1] * 4, len(answers))
+        if len(rows) > FEW:
+            self._executor = self._executor or LLExecutor()
+            self._executor.unsafe_compute_mask_ptr(rows, mask.data_ptr(), mask.shape[1] * 4, len(answers))
+        else:
+            for matcher, row in rows:
+                matcher.unsafe_compute_mask_ptr(mask[row].data_ptr(), mask.shape[1] * 4)
         return mask
 
     def _of_tokens(self, param: str) -> LLTokenizer:
         """Returns the model's tokens as llguidance wants them, made when the first grammar comes."""
         if self._tokenizer is None:
-            from llguidance.hf import from_tokenizer  # imports transformers, which the vLLM engine need not
+            from llguidance.hf import from_tokenizer  # imports transformers
 
             tokenizer, eos, vocabulary = self._source
             try:

@@ -14,7 +14,7 @@ from engine_kit import family, ids, pause, prompt_of, request_of, submit_togethe
 from server_helpers import byte_tokenizer
 
 from mpic.engine.base import Sampling
-from mpic.engine.grammar import LIMITS, Constraints, Grammar
+from mpic.engine.grammar import FEW, LIMITS, Constraints, Grammar
 from mpic.engine.native import sampling
 from mpic.engine.native.cuda_executor import CudaExecutor
 from mpic.engine.native.sampling import Drawing, Sampler
@@ -83,6 +83,13 @@ def test_requests_with_and_without_grammars_share_a_batch(make_engine):
     assert first.text == "ababab" and third.text in ("x", "yes")
     jsonschema.validate(json.loads(second.text), SCHEMA)
     assert [(a.text, a.token_ids) for a in (plain, other)] == [(a.text, a.token_ids) for a in alone]
+
+
+def test_many_answers_in_forms_are_masked_together(make_engine):
+    """By several threads where they are more than a few."""
+    words = [f"{n}!" * n for n in range(1, FEW + 4)]
+    forms = [asked(of_regex(word)) for word in words]
+    assert [a.text for a in answers(make_engine(), forms)] == words
 
 
 def test_an_answer_without_a_grammar_makes_no_mask(make_engine, monkeypatch):

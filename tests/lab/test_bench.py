@@ -55,6 +55,7 @@ HEADLINES = {
         f"{name}_bfloat16_over_float32"
         for name in (*("shuffled", "images", "fresh", "new_images", "short", "again"), "decode1", "decode3")
     },
+    "forms": {"batch1_form_over_free", "batch3_form_over_free"},
     "start": {"ready_processor_seconds", "self_tested_processor_seconds", "ready_over_libraries"},
     "decode": {
         f"batch{n}_{kind}"
