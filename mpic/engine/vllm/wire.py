@@ -18,6 +18,8 @@ from mpic.errors import BadRequest
 from mpic.link import LinkPlan
 
 FIELD = "mpic"
+USER = "mpic_user"
+"""Name in a request's extra arguments of the user whose it is, for the scheduler (``plugin.turns``)."""
 VERSION = 1
 KNOWN_VERSIONS = ("0.32", "0.33")
 """Versions of vLLM in which everything private that the plugin uses has been looked up (docs/vllm.md has what ran)."""

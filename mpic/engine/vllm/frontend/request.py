@@ -27,6 +27,7 @@ from mpic.engine.vllm.frontend.gate import Entered, Gate
 from mpic.engine.vllm.frontend.model import ModelDescription
 from mpic.engine.vllm.frontend.prepare import PreparedPrompt, PromptPreparer
 from mpic.engine.vllm.frontend.prompts import token_prompt
+from mpic.engine.vllm.wire import USER
 from mpic.errors import EngineStopped, MPICError
 from mpic.link import LinkPlan
 from mpic.prompt.segments import Segment, TextSegment
@@ -228,7 +229,7 @@ class Request:
             detokenize=False,
             skip_reading_prefix_cache=None if self.spec.policy.prefix else True,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={"kv_transfer_params": order} if order is not None else None,
+            extra_args={USER: self.spec.user} | ({"kv_transfer_params": order} if order is not None else {}),
         )
 
     def _read(self, output: CompletionOutput) -> Progress:
