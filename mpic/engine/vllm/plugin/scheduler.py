@@ -17,7 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
-from mpic.engine.vllm.plugin.turns import Turns
+from mpic.engine.vllm.plugin.turns import RowTurns
 from mpic.engine.vllm.wire import FIELD
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class LinkScheduler(Scheduler):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._turns = Turns(self.max_num_scheduled_tokens)
+        self._turns = RowTurns(self.max_num_scheduled_tokens)
         self._longest = self.scheduler_config.long_prefill_token_threshold
 
     def schedule(self, *args: Any, **options: Any) -> SchedulerOutput:

@@ -26,7 +26,7 @@ def is_prefill(request: Request) -> bool:
     return request.num_tokens - request.num_computed_tokens > 1
 
 
-class Turns:
+class RowTurns:
     """Rows that users who have requests now have had.
 
     Args:
