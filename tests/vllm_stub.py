@@ -59,7 +59,7 @@ class Stub(LoopThread):
             if cut:
                 return
 
-    async def execute(self, prompt: VLLMPrompt, order: object) -> None:
+    async def execute(self, prompt: VLLMPrompt, order: object, user: str) -> None:
         self.compiles += 1
         await asyncio.to_thread(self.go.wait, 20)
 

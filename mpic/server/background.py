@@ -201,8 +201,8 @@ class BackgroundJobs:
 
     async def _expire(self) -> None:
         while True:
-            self._parted.expire()
             try:
+                self._parted.expire()
                 await run_in_threadpool(self._collect)
             except Exception:
                 log.exception("Removing expired files failed and is tried again in %g s.", EXPIRY_SECONDS)

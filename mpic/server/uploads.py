@@ -249,7 +249,7 @@ class PartedUploads:
         Raises:
             UploadEnded: it was cancelled, or has expired.
             BadRequest: a part is not there, or is named twice.
-            UploadIncomplete: the parts have not as many bytes as was said.
+            UploadIncomplete: the parts have not as many bytes as was said, or somebody has removed the file of one.
             ChecksumMismatch: they are other bytes.
             MPICError: any error of ``store``.
         """
@@ -270,6 +270,7 @@ class PartedUploads:
                     param="part_ids",
                     bytes=found,
                 )
+            await asyncio.to_thread(_check_whole, parts)
             upload.held.keep(found)  # while it is there twice
             try:
                 upload.file = await store(wrap(_Joined(parts, md5)))
@@ -318,6 +319,18 @@ def _check_pending(upload: PartedUpload, locked: bool = False) -> None:
     if upload.status != "pending" or upload.lock.locked() != locked:
         state = "being completed" if upload.status == "pending" else upload.status
         raise UploadEnded(f"the upload {upload.id} is {state}", param="upload_id")
+
+
+def _check_whole(parts: Sequence[Incoming]) -> None:
+    """Raises UploadIncomplete if the temporary file of a part was removed or changed."""
+    for at, part in enumerate(parts):
+        try:
+            whole = part.path.stat().st_size == part.bytes
+        except FileNotFoundError:
+            whole = False
+        if not whole:
+            why = "the part was removed from the server's disk or changed there; send it again"
+            raise UploadIncomplete(why, param=f"part_ids[{at}]")
 
 
 def _discard(files: Sequence[Incoming]) -> None:

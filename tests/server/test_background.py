@@ -207,3 +207,19 @@ async def test_savings_that_the_disk_refuses_are_written_later(tmp_path, templat
             await wait_until(lambda: refused.call_count > 1)
         await wait_until(lambda: not ledger._days)
         assert (await asyncio.to_thread(ledger.days, None, ""))[0][1] == 1
+
+
+async def test_a_disk_that_fails_for_a_while_does_not_end_the_removal_of_what_has_expired(
+    server, monkeypatch
+):
+    monkeypatch.setattr(background, "EXPIRY_SECONDS", 0.0)
+    failures, expired, jobs = [OSError("the disk fails")] * 3, asyncio.Event(), server.app.state.background
+
+    def expire():
+        if failures:
+            raise failures.pop()
+        expired.set()
+
+    monkeypatch.setattr(jobs._parted, "expire", expire)
+    jobs._spawn(jobs._expire())
+    await asyncio.wait_for(expired.wait(), 60)

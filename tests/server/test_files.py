@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import io
 import os
+import threading
 import time
 
 import pytest
@@ -15,6 +16,7 @@ from server_helpers import fake_server, png, refusal, refused_field, running, wa
 from mpic.durable import FileSystem
 from mpic.errors import CompileFailed, EngineStopped
 from mpic.library import Library
+from mpic.library.folder.originals import OpenOriginal
 from mpic.server.app import create_app
 
 
@@ -133,7 +135,7 @@ async def test_a_download_is_read_in_pieces_as_it_is_sent_and_outlives_the_file(
     pieces = [message["body"] for message in sent[1:]]
     assert b"".join(pieces) == content and max(map(len, pieces)) <= 256 << 10
     assert sorted(set(read)) == [2, 3, 4, 5]  # each piece after the one before it was sent
-    assert open_originals(server) == before
+    await wait_until(lambda: open_originals(server) == before)
 
 
 async def test_a_download_that_its_client_leaves_closes_the_file(server):
@@ -400,3 +402,24 @@ async def test_a_page_costs_what_its_rows_cost_however_many_there_are(tmp_path, 
                 costs[-1].append(counted.steps - before)
         assert counted.opened == 0
     assert all(many <= 1.5 * few + 10 for few, many in zip(*costs)), costs
+
+
+async def test_the_disk_that_a_download_was_read_from_may_hang_as_it_is_closed(server, monkeypatch):
+    """Only a thread waits for it."""
+    id = (await server.upload(b"a line", "a.txt")).json()["id"]
+    go, close, closers = threading.Event(), OpenOriginal.close, []
+
+    def hang(self):
+        closers.append(threading.current_thread())
+        if closers[-1] is not threading.main_thread():
+            go.wait(60)
+        close(self)
+
+    monkeypatch.setattr(OpenOriginal, "close", hang)
+    try:
+        assert (await server.http.get(f"/v1/files/{id}/content")).content == b"a line"
+        await wait_until(lambda: closers)
+        assert (await server.http.get(f"/v1/files/{id}")).status_code == 200
+        assert threading.main_thread() not in closers
+    finally:
+        go.set()

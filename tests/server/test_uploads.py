@@ -102,6 +102,7 @@ REFUSED_BODIES = {
     "another type": ({"content": b"\x7fELF"}, (400, "unsupported_type", "file")),
     "purpose": ({"params": {"purpose": "batch"}}, (400, "unsupported_parameter", "purpose")),
     "press": ({"params": {"press": "none-at-all"}}, (400, "unknown_press", "press")),
+    "an unknown field": ({"params": {"tll": 60}}, (400, "unsupported_parameter", "tll")),
     "ttl": ({"params": {"ttl": 0}}, (400, "bad_request", "ttl")),
 }
 
@@ -293,6 +294,22 @@ async def test_a_cancelled_upload_is_gone_at_once_and_takes_nothing_more(server)
     done = await begin(server, b"text")
     await complete(server, done, [await added(server, done, b"text")])
     assert refusal(await server.http.post(f"/v1/uploads/{done}/cancel")) == (409, "upload_ended")
+    await wait_until(lambda: not parts_of(server))
+
+
+@pytest.mark.parametrize("how", ["removed", "cut off"])
+async def test_a_part_that_is_lost_on_the_disk_is_named_and_can_be_sent_again(server, how):
+    id = await begin(server)
+    first, second = await added(server, id, TEXT[:9]), await added(server, id, TEXT[9:])
+    [lost] = [path for path in parts_of(server) if path.stat().st_size > 9]
+    if how == "removed":
+        lost.unlink()
+    else:
+        lost.write_bytes(b"less")
+    answer = await complete(server, id, [first, second])
+    assert refused_field(answer) == (400, "upload_incomplete", "part_ids[1]")
+    again = await added(server, id, TEXT[9:])
+    assert (await complete(server, id, [first, again])).json()["file"]["bytes"] == len(TEXT)
     await wait_until(lambda: not parts_of(server))
 
 

@@ -18,6 +18,7 @@ from mpic.engine.vllm.frontend import compiled as exported
 from mpic.engine.vllm.frontend import compiler as compiling
 from mpic.engine.vllm.frontend import engine as module
 from mpic.engine.vllm.frontend.client import VLLMClient
+from mpic.engine.vllm.frontend.gate import Gate
 from mpic.errors import (
     DeletedMeanwhile,
     EngineStopped,
@@ -233,7 +234,7 @@ SLOTS = 2
 @pytest.fixture
 def queue(engine):
     """Fills all slots of compiles; returns what asks for the compile of a chunk that is queued then."""
-    engine.compiler._slots = asyncio.Semaphore(SLOTS)
+    engine.compiler._slots = Gate(SLOTS, rows=1)
     for i in range(SLOTS):
         engine.compile(text_chunk(ids(100 + i, 5)))
     until(lambda: engine.client.compiles == SLOTS)

@@ -84,7 +84,11 @@ def test_keys_become_vllms_arguments(described, tmp_path):
     config |= {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "attention": "cpu_attn"}
     config |= {"vllm_args": '{"block_size": 64, "max_model_len": 1024}'}
     made = args(described, tmp_path, host_bytes=5 << 20, **config)
-    assert (made.max_num_batched_tokens, made.max_num_seqs, made.kv_cache_memory_bytes) == (512, 7, 1 << 26)
+    assert (made.max_num_batched_tokens, made.max_num_seqs, made.kv_cache_memory_bytes) == (
+        512,
+        7 + 8,
+        1 << 26,
+    )
     assert (made.tensor_parallel_size, made.pipeline_parallel_size) == (2, 3)
     assert (made.block_size, made.max_model_len, made.dtype) == (64, 1024, "float32")
     connector = made.kv_transfer_config

@@ -20,6 +20,8 @@ from mpic.link import LinkPlan
 FIELD = "mpic"
 ANSWERED = "mpic_answered"
 """Key of a request's ``extra_args``: how many tokens at the end of its prompt its grammar has led to already."""
+USER = "mpic_user"
+"""Name in a request's extra arguments of the user whose it is, for the scheduler (``plugin.turns``)."""
 VERSION = 1
 KNOWN_VERSIONS = ("0.32", "0.33")
 """Versions of vLLM in which everything private that the plugin uses has been looked up (docs/vllm.md has what ran)."""

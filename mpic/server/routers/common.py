@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -59,6 +60,13 @@ def form_fields(*known: str) -> Any:
     return Depends(check)
 
 
+async def known_query(request: Request) -> None:
+    """Refuses query fields that the route does not have. Raises UnsupportedParameter."""
+    known = {field.alias for field in request.scope["route"].dependant.query_params}
+    for name in sorted(set(request.query_params) - known):
+        raise UnsupportedParameter(f"{cut(name)} is not supported by this server", param=cut(name))
+
+
 class _Download(StreamingResponse):
     """Sends a range of an original piece by piece, as fast as the client reads, and closes it. It is read on
     threads."""
@@ -81,7 +89,8 @@ class _Download(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._original.close()
+            # on a thread, as a disk may hang; not awaited, so that no cancellation can prevent it
+            asyncio.get_running_loop().run_in_executor(None, self._original.close)
 
 
 def download(request: Request, file: File | Reference, open: Callable[[], OpenOriginal]) -> Response:

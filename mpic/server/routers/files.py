@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal, cast
 
-from fastapi import APIRouter, File, Form, Path, Query, Request, Response, UploadFile
+from fastapi import APIRouter, Depends, File, Form, Path, Query, Request, Response, UploadFile
 from starlette.concurrency import run_in_threadpool
 
 from mpic.api.requests import FileChange
@@ -30,6 +30,7 @@ from mpic.server.routers.common import (
     Tiers,
     download,
     form_fields,
+    known_query,
     listed,
     shown,
     tiers_of,
@@ -100,7 +101,7 @@ async def upload(
     )
 
 
-@router.put("/{file_id}", openapi_extra={"requestBody": RAW})
+@router.put("/{file_id}", dependencies=[Depends(known_query)], openapi_extra={"requestBody": RAW})
 async def put(
     handle: Annotated[str, Path(alias="file_id", description="NAME for `IMAGE#NAME` and `FILE#NAME`")],
     request: Request,

@@ -8,6 +8,7 @@ import logging
 import torch
 
 from mpic.engine.vllm.frontend.chunks import LinkedChunk
+from mpic.engine.vllm.frontend.gate import Gate
 from mpic.engine.vllm.frontend.model import ModelDescription
 from mpic.engine.vllm.frontend.spool import Spool
 from mpic.engine.vllm.wire import FIRST_SOFT
@@ -23,15 +24,13 @@ class ChunkFiles:
     """Looks after chunk files. Its methods run on the event loop.
 
     Args:
-        slots: one is taken while a chunk's KV is in memory, as by a compile.
+        slots: the owner takes one while a chunk's KV is in memory, as for a compile.
 
     Attributes:
         rechecks: files that are read again in the background, by chunk.
     """
 
-    def __init__(
-        self, model: ModelDescription, store: ChunkStore, spool: Spool, slots: asyncio.Semaphore
-    ) -> None:
+    def __init__(self, model: ModelDescription, store: ChunkStore, spool: Spool, slots: Gate) -> None:
         self._model, self._store, self._spool, self._slots = model, store, spool, slots
         self.rechecks: dict[KVKey, asyncio.Task[None]] = {}
 
@@ -39,7 +38,7 @@ class ChunkFiles:
         """Copies a chunk of a farther tier to the disk, for all places of a request that link it. One that cannot be
         read, or that the disk does not take, is compiled."""
         path = self._store.path(users[0].key)
-        async with self._slots:
+        async with self._slots.turn(users[0].key.owner, 0):
             whole = path.is_file() or await asyncio.to_thread(self._readable, users[0])
         for user in users:
             user.stored = whole and path.is_file()
@@ -88,7 +87,7 @@ class ChunkFiles:
 
     async def _recheck(self, linked: LinkedChunk) -> None:
         try:
-            async with self._slots:
+            async with self._slots.turn(linked.key.owner, 0):
                 await asyncio.to_thread(self._readable, linked)
         except MPICError as error:  # the next request that computes it tries again
             log.warning("chunk %s cannot be looked up: %s", linked.key.chunk, error)

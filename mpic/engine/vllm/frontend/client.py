@@ -23,7 +23,7 @@ from mpic import memory
 from mpic.config import ConfigError
 from mpic.engine.vllm.frontend.loop_thread import LoopThread
 from mpic.engine.vllm.frontend.prompts import VLLMPrompt, accept_soft_ids, token_prompt
-from mpic.engine.vllm.wire import FIELD, CompileOrder
+from mpic.engine.vllm.wire import FIELD, USER, CompileOrder
 from mpic.errors import (
     BadRequest,
     CompileFailed,
@@ -206,8 +206,8 @@ class VLLMClient(LoopThread):
         await self._llm.reset_encoder_cache()
         return bool(done)
 
-    async def execute(self, prompt: VLLMPrompt, order: CompileOrder) -> None:
-        """Computes a prompt only for the effect of its order.
+    async def execute(self, prompt: VLLMPrompt, order: CompileOrder, user: str) -> None:
+        """Computes a prompt of a user only for the effect of its order.
 
         Raises:
             CompileFailed: vLLM did not follow the order.
@@ -222,7 +222,7 @@ class VLLMClient(LoopThread):
             # an image found in the prefix cache would not be encoded, but its embeddings have to be exported
             skip_reading_prefix_cache=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={"kv_transfer_params": order.params()},
+            extra_args={"kv_transfer_params": order.params(), USER: user},
         )
         last = None
         async for output in self.generate(prompt, params):

@@ -32,6 +32,7 @@ async def compute(
     folder: str,
     prompt: VLLMPrompt,
     sink: int,
+    user: str,
     computed: Callable[[], None] = lambda: None,
 ) -> tuple[ChunkInputs, torch.Tensor]:
     """Computes a prompt that is one chunk behind start tokens, and returns what its workers exported.
@@ -40,6 +41,7 @@ async def compute(
         root: folder of the chunk store, which the spool is in.
         folder: name of a new folder in the spool, which the caller removes afterwards.
         sink: number of the start tokens, which are left out.
+        user: whose turn it is.
         computed: called when vLLM has done its part and the files are read.
 
     Raises:
@@ -48,7 +50,7 @@ async def compute(
     """
     path = root / SPOOL / folder
     await asyncio.to_thread(_make_private, path)
-    await client.execute(prompt, CompileOrder(str(path.relative_to(root)), sink))
+    await client.execute(prompt, CompileOrder(str(path.relative_to(root)), sink), user)
     computed()
     return await asyncio.to_thread(read_compiled, path, dead=lambda: client.dead)
 

@@ -18,6 +18,7 @@ from mpic.engine.vllm.frontend.chunk_files import ChunkFiles
 from mpic.engine.vllm.frontend.chunks import ChunkSizes, CompiledChunk, CompileTask, LinkedChunk
 from mpic.engine.vllm.frontend.client import VLLMClient
 from mpic.engine.vllm.frontend.compiled import SPOOL, compute
+from mpic.engine.vllm.frontend.gate import CONCURRENT_COMPILES, Gate
 from mpic.engine.vllm.frontend.model import ModelDescription
 from mpic.engine.vllm.frontend.prompts import VLLMPrompt
 from mpic.engine.vllm.frontend.spool import Spool
@@ -36,8 +37,6 @@ from mpic.kv.store import ChunkStore, StoredChunk
 from mpic.link import BARE, Policy, Wrapping
 
 log = logging.getLogger(__name__)
-CONCURRENT_COMPILES = 8
-"""Each holds a chunk's KV in memory until it is durable."""
 
 
 class ChunkCompiler:
@@ -56,7 +55,7 @@ class ChunkCompiler:
         self._model, self._store, self._tombstones, self._client = model, store, tombstones, client
         self.sizes = ChunkSizes()
         self._tasks: dict[KVKey, CompileTask] = {}
-        self._slots = asyncio.Semaphore(CONCURRENT_COMPILES)
+        self._slots = Gate(CONCURRENT_COMPILES, rows=1)  # of which none are counted
         self._closing = False
         self._spool = Spool(store.root / SPOOL)
         self.files = ChunkFiles(model, store, self._spool, self._slots)
@@ -221,7 +220,7 @@ class ChunkCompiler:
         self._tombstones.begin(arrived)  # the caller who began it may leave before it has ended
         folder = uuid.uuid4().hex
         try:
-            async with self._slots:
+            async with self._slots.turn(chunk.owner, 0):
                 task = self._tasks[key]
                 task.started = True
                 prompt = prompt or await self._render(chunk, key)
@@ -229,7 +228,7 @@ class ChunkCompiler:
                 if length >= self._client.context:
                     raise oversized_chunk(length - sink, sink, self._client.context, length)
                 root, computed = self._store.root, task.mark_computed
-                inputs, kv = await compute(self._client, root, folder, prompt, sink, computed)
+                inputs, kv = await compute(self._client, root, folder, prompt, sink, chunk.owner, computed)
                 self._check(chunk, key, inputs)
                 self.counters["tokens_compiled"] += len(inputs)
                 made = ChunkKV(key, inputs, kv)

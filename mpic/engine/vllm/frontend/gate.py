@@ -7,6 +7,9 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+CONCURRENT_COMPILES = 8
+"""Each holds a chunk's KV in memory until it is durable."""
+
 
 class Entered:
     """A request that is inside. ``rows`` are those that vLLM still has to compute for its first token."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mpic import memory
 from mpic.config import ConfigError, EngineConfig
 from mpic.engine.native.loader import loaders_for
+from mpic.engine.vllm.frontend.gate import CONCURRENT_COMPILES
 from mpic.engine.vllm.wire import MAX_CHUNKS, unknown_version
 
 if TYPE_CHECKING:
@@ -157,7 +158,10 @@ def engine_args(
         "trust_remote_code": config.trust_remote_code,
         "max_model_len": model.context,
         "max_num_batched_tokens": config.step_tokens,
-        "max_num_seqs": config.max_running,
+        # a compile beside them takes no request's place
+        "max_num_seqs": min(
+            config.max_running + CONCURRENT_COMPILES, max(config.max_running, config.step_tokens)
+        ),
         "tensor_parallel_size": config.tensor_parallel_size,
         "pipeline_parallel_size": config.pipeline_parallel_size,
         "max_logprobs": -1,

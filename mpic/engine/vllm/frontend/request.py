@@ -28,7 +28,7 @@ from mpic.engine.vllm.frontend.gate import Entered, Gate
 from mpic.engine.vllm.frontend.model import ModelDescription
 from mpic.engine.vllm.frontend.prepare import PreparedPrompt, PromptPreparer
 from mpic.engine.vllm.frontend.prompts import token_prompt
-from mpic.engine.vllm.wire import ANSWERED
+from mpic.engine.vllm.wire import ANSWERED, USER
 from mpic.errors import EngineStopped, GrammarTooComplex, MPICError
 from mpic.link import LinkPlan
 from mpic.prompt.segments import Segment, TextSegment
@@ -223,7 +223,9 @@ class Request:
     def _params(self, order: dict[str, Any] | None) -> SamplingParams:
         s, seed = self.spec.sampling, self.spec.sampling.seed
         begun = len(self._usage.retrieval) + self._interrupted
-        extra: dict[str, Any] = {} if order is None else {"kv_transfer_params": order}
+        extra: dict[str, Any] = {USER: self.spec.user}
+        if order is not None:
+            extra["kv_transfer_params"] = order
         outputs = None
         if self.spec.grammar is not None:
             outputs = StructuredOutputsParams(grammar=self.spec.grammar.lark)
@@ -242,7 +244,7 @@ class Request:
             skip_reading_prefix_cache=None if self.spec.policy.prefix else True,
             output_kind=RequestOutputKind.DELTA,
             structured_outputs=outputs,
-            extra_args=extra or None,
+            extra_args=extra,
         )
 
     def _read(self, output: CompletionOutput) -> Progress:

@@ -15,6 +15,7 @@ import torch
 
 from mpic.engine.vllm.frontend.client import VLLMClient
 from mpic.engine.vllm.frontend.compiled import SPOOL, compute
+from mpic.engine.vllm.frontend.linktest import OWNER
 from mpic.engine.vllm.frontend.model import ModelDescription
 from mpic.engine.vllm.frontend.prompts import token_prompt
 from mpic.errors import ModelRefused, MPICError
@@ -41,7 +42,7 @@ def shift_test(model: ModelDescription, client: VLLMClient, root: Path) -> None:
         folder = uuid.uuid4().hex
         prompt = token_prompt([model.bos] * start + ids, folder)
         try:
-            _, kv = client.wait(compute(client, root, folder, prompt, start))
+            _, kv = client.wait(compute(client, root, folder, prompt, start, OWNER))
         finally:
             shutil.rmtree(root / SPOOL / folder, ignore_errors=True)
         return kv[0, 0].float()

@@ -1,6 +1,6 @@
-"""vLLM's scheduler with four additions: a request that the connector gives up ends with an error that states the
-reason, every output of a link carries the connector's report, an image that is compiled stays encoded until its request
-ends, and an answer that goes on in a new request goes on in its grammar.
+"""vLLM's scheduler with five additions: users take turns (``turns``), a request that the connector gives up ends with
+an error that states the reason, every output of a link carries the connector's report, an image that is compiled stays
+encoded until its request ends, and an answer that goes on in a new request goes on in its grammar.
 
 A KV connector can end requests only through failed blocks, after a step that computed them, and vLLM's output then
 carries no reason. A report that came with the last output alone would be lost to a caller who has seen enough and
@@ -11,12 +11,13 @@ vLLM's.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
+from mpic.engine.vllm.plugin.turns import RowTurns
 from mpic.engine.vllm.wire import ANSWERED, FIELD
 
 if TYPE_CHECKING:
@@ -26,6 +27,32 @@ if TYPE_CHECKING:
 
 class LinkScheduler(Scheduler):
     """The scheduler for engines with ``MPICConnector``."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._turns = RowTurns(self.max_num_scheduled_tokens)
+        self._longest = self.scheduler_config.long_prefill_token_threshold
+
+    def schedule(self, *args: Any, **options: Any) -> SchedulerOutput:
+        waiting = list(self.waiting)
+        turn = self._turns.begin(self.running, waiting)
+        self.running.sort(key=turn)
+        self.waiting.clear()
+        self.waiting.extend(sorted(waiting, key=turn))
+        rows, held = self._turns.limit(self.running, waiting)
+        self.scheduler_config.long_prefill_token_threshold = min(
+            filter(None, (self._longest, rows)), default=0
+        )
+        aside = [request for request in self.running if request.request_id in held]
+        self.running = [request for request in self.running if request.request_id not in held]
+        self.max_num_active_reqs -= len(aside)  # they keep their places
+        try:
+            scheduled = super().schedule(*args, **options)
+        finally:
+            self.running += aside
+            self.max_num_active_reqs += len(aside)
+        self._turns.end(scheduled.num_scheduled_tokens, self.requests)
+        return scheduled
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
