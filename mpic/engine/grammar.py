@@ -7,7 +7,7 @@ be; one that turns out to take too much work while it is followed ends its own a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +68,7 @@ class Constraints:
         vocabulary: number of the model's logits.
     """
 
-    def __init__(self, tokenizer: Any, eos: Sequence[int], vocabulary: int) -> None:
+    def __init__(self, tokenizer: Any, eos: Collection[int], vocabulary: int) -> None:
         self._source = tokenizer, sorted(eos), vocabulary
         self._tokenizer: LLTokenizer | None = None
         self._executor: LLExecutor | None = None

@@ -355,6 +355,7 @@ def test_axe_finds_nothing_in_our_own_parts(fake, open_page, scheme, device):
     page.click(f"{ANSWERED} summary")
     page.click("[data-do=compare]")
     page.wait_for_selector(".mpic-verdict")
+    page.wait_for_selector("body:not([data-answering])")  # buttons are pale until then
     audit.look(page)
     for name in ("Library", "References", "Savings", "Policies", "Settings"):
         if page.get_by_role("tab", name=name).is_visible():
