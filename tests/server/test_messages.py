@@ -10,6 +10,7 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from api_shapes import assert_shape
 from chat_models import processor
+from document_kit import pdf
 from fake_engine import ANSWER, CHUNK_TOKENS, FakeEngine, FakeStream
 from pydantic import TypeAdapter
 from server_helpers import byte_tokenizer, fake_server, png, post_raw, wait_until
@@ -252,8 +253,14 @@ async def test_uploads_are_named_by_id_and_handle(server, template):
 async def test_documents_of_every_source_are_chunks(server):
     inner = {"type": "content", "content": [{"type": "text", "text": "first"}, image("blue")]}
     found = {"type": "search_result", "source": "https://a", "title": "A", "content": texts("x", "y")}
+    report = {
+        "type": "base64",
+        "media_type": "application/pdf",
+        "data": base64.b64encode(pdf(["One.", "Two."])).decode(),
+    }
     blocks = [
         document("one", title="ONE", context="As of May."),
+        {"type": "document", "source": report, "title": "report.pdf"},
         {"type": "document", "source": {"type": "content", "content": "two"}},
         {"type": "document", "source": inner},
         found,
@@ -262,7 +269,7 @@ async def test_documents_of_every_source_are_chunks(server):
     answer = await send(server, [{"role": "user", "content": blocks}])
     assert answer.status_code == 200, answer.text
     chunks = server.engine.requests[0].prompt.chunks
-    assert [chunk.kind for chunk in chunks] == ["text", "text", "text", "image", "text"]
+    assert [chunk.kind for chunk in chunks] == ["text", "text", "text", "text", "text", "image", "text"]
     assert (chunks[0].label, chunks[-1].label) == ("ONE", "A")
 
 
@@ -370,7 +377,7 @@ REFUSED = [
     ({"messages": USER({"type": "document", "source": {"type": "url", "url": "https://a/b.pdf"}})},
      "messages[0].content[0].source.url", "unsupported_parameter"),
     ({"messages": USER({"type": "document", "source": PDF}, *texts("a"))},
-     "messages[0].content[0].source.data", "unsupported_parameter"),
+     "messages[0].content[0].source.data", "invalid_document"),
     ({"messages": USER(document(""), *texts("a"))}, "messages[0].content[0].source.data", "bad_request"),
     ({"messages": USER(document(citations={"enabled": True}), *texts("a"))},
      "messages[0].content[0].citations.enabled", "unsupported_parameter"),
