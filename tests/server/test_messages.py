@@ -250,17 +250,19 @@ async def test_uploads_are_named_by_id_and_handle(server, template):
     assert {chunk.file_id for chunk in chunks} == {file["id"]}
 
 
+async def test_each_page_of_a_pdf_is_a_chunk(server):
+    data = base64.b64encode(pdf(["One.", "Two."])).decode()
+    source = {"type": "base64", "media_type": "application/pdf", "data": data}
+    answer = await send(server, USER({"type": "document", "source": source}, *texts("?")))
+    assert answer.status_code == 200, answer.text
+    assert [chunk.kind for chunk in server.engine.requests[0].prompt.chunks] == ["text", "text"]
+
+
 async def test_documents_of_every_source_are_chunks(server):
     inner = {"type": "content", "content": [{"type": "text", "text": "first"}, image("blue")]}
     found = {"type": "search_result", "source": "https://a", "title": "A", "content": texts("x", "y")}
-    report = {
-        "type": "base64",
-        "media_type": "application/pdf",
-        "data": base64.b64encode(pdf(["One.", "Two."])).decode(),
-    }
     blocks = [
         document("one", title="ONE", context="As of May."),
-        {"type": "document", "source": report, "title": "report.pdf"},
         {"type": "document", "source": {"type": "content", "content": "two"}},
         {"type": "document", "source": inner},
         found,
@@ -269,7 +271,7 @@ async def test_documents_of_every_source_are_chunks(server):
     answer = await send(server, [{"role": "user", "content": blocks}])
     assert answer.status_code == 200, answer.text
     chunks = server.engine.requests[0].prompt.chunks
-    assert [chunk.kind for chunk in chunks] == ["text", "text", "text", "text", "text", "image", "text"]
+    assert [chunk.kind for chunk in chunks] == ["text", "text", "text", "image", "text"]
     assert (chunks[0].label, chunks[-1].label) == ("ONE", "A")
 
 
