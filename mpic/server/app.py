@@ -25,6 +25,7 @@ from mpic.keys import KeyStore
 from mpic.retriever import Embedder, Retriever
 from mpic.server import docs
 from mpic.server.auth import Authenticate
+from mpic.server.auto import Auto
 from mpic.server.background import BackgroundJobs
 from mpic.server.cutting import cut_document
 from mpic.server.forms import FormCharset
@@ -111,6 +112,7 @@ def create_app(
         probe,
         under_way,
         PartedUploads(under_way, library.clock),
+        Auto.of_model(engine.info, library.root),
     )
     app.router.routes.extend(_routes())
     app.add_api_route("/", _home, include_in_schema=False)
