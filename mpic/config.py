@@ -435,12 +435,6 @@ def _check_press(config: EngineConfig) -> None:
         raise ConfigError(refused.message, param="press") from None
     if press is not None and config.engine != "native":
         raise ConfigError(NO_PRESS.format(engine=config.engine), param="press")
-    if press is not None and policy is None:
-        raise ConfigError(
-            f"press {press} has no effect under policy auto, which is calibrated without a press: name a policy, such "
-            "as mpic-16",
-            param="policy",
-        )
 
 
 def _section_of(flag: str) -> str:

@@ -22,6 +22,7 @@ from mpic.http import errors
 from mpic.http.hosts import is_loopback
 from mpic.http.prefix import ProxyPrefix
 from mpic.keys import KeyStore
+from mpic.link import AUTO
 from mpic.retriever import Embedder, Retriever
 from mpic.server import docs
 from mpic.server.auth import Authenticate
@@ -96,6 +97,9 @@ def create_app(
     search = config.retrieval
     embedder = Embedder(search.embedder, search.embedder_weights, search.embedder_device)
     retriever = Retriever(library, embedder, search.duplicates)
+    auto = Auto.of_model(engine.info, library.root)
+    if config.engine.policy == AUTO:
+        auto.check_press(config.engine.press)
     ledger = SavingsLedger(library.root, engine.info.digest)
     probe = DiskProbe(library.probe)
     under_way = UploadsUnderWay(AT_ONCE * config.library.upload_bytes, tempfile.gettempdir(), library.root)
@@ -112,7 +116,7 @@ def create_app(
         probe,
         under_way,
         PartedUploads(under_way, library.clock),
-        Auto.of_model(engine.info, library.root),
+        auto,
     )
     app.router.routes.extend(_routes())
     app.add_api_route("/", _home, include_in_schema=False)

@@ -16,9 +16,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from mpic.errors import MPICError
+from mpic.config import ConfigError
+from mpic.errors import MPICError, UnsupportedParameter
 from mpic.kv.chunk import Chunk
 from mpic.link import Policy, parse_policy
+from mpic.link.pressing import check_presses
 from mpic.press import parse_press
 
 log = logging.getLogger(__name__)
@@ -164,10 +166,8 @@ class Auto:
             return cls(kinds, problem=str(reason))
 
     def for_chunks(self, chunks: Iterable[Chunk]) -> Policy:
-        """Returns the policy of a prompt with these chunks. No calibration is of chunks that a press has compressed."""
-        chunks = list(chunks)
-        if any(parse_press(chunk.press) for chunk in chunks):
-            return parse_policy(EXACT)
+        """Returns the policy of a prompt with these chunks. That a press costs something is not counted: whoever
+        compressed them has chosen it."""
         return self.for_kinds({chunk.kind for chunk in chunks} or self.kinds)
 
     def for_kinds(self, kinds: Collection[str]) -> Policy:
@@ -177,6 +177,18 @@ class Auto:
             if all(name in names for names in common):
                 return parse_policy(name)
         return parse_policy(EXACT)
+
+    def check_press(self, press: str) -> None:
+        """Refuses a server's press that would have no effect or cannot be combined with the policy. Raises
+        ConfigError."""
+        try:
+            check_presses(self.default, [press])
+        except UnsupportedParameter as refused:
+            raise ConfigError(refused.message, param="press") from None
+        if parse_press(press) is not None and not self.default.uses_chunks:
+            raise ConfigError(
+                f"press {press} has no effect under policy auto, which is {self.explanation}", param="press"
+            )
 
     @property
     def default(self) -> Policy:

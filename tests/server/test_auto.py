@@ -2,7 +2,6 @@
 
 import json
 import logging
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -39,7 +38,7 @@ def calibration(**fields):
 
 def write(folder, content, info=INFO):
     path = path_of(folder, info.digest, "float32")
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(exist_ok=True, parents=True)
     path.write_text(content if isinstance(content, str) else content.model_dump_json())
     return path
 
@@ -126,19 +125,27 @@ async def test_a_request_may_ask_for_auto_and_for_a_policy_by_name(tmp_path, tem
         assert health["policy"] == "full" and not health["auto"]["default"]
 
 
-async def test_auto_does_not_take_a_press_for_which_nothing_was_measured(tmp_path, template):
-    write(tmp_path, calibration())
-    async with fake_server(tmp_path, template, config=Config()) as server:
+async def test_a_press_goes_with_auto_where_that_reads_compiled_chunks_and_is_refused_elsewhere(
+    tmp_path, template
+):
+    pressed = Config(engine=EngineConfig(press="snapkv-50-32"))
+    with pytest.raises(ConfigError, match="not calibrated", check=lambda error: error.param == "press"):
+        async with fake_server(tmp_path / "none", template, config=pressed):
+            pass
+    async with fake_server(tmp_path / "plain", template, config=Config()) as server:
         refused = await server.ask([IMAGE, ASK], mpic={"press": "snapkv-50"})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "mpic.press"
-        await server.ask([IMAGE, ASK], mpic={"press": "none"})
+        assert (await server.ask([IMAGE, ASK], mpic={"press": "none"})).status_code == 200
+    write(tmp_path, calibration())
+    async with fake_server(tmp_path, template, config=pressed) as server:
+        answer = (await server.ask([IMAGE, ASK])).json()
+        assert answer["usage"]["mpic"]["policy"] == "mpic-8"
         (request,) = server.engine.requests
-        pressed = [chunk.pressed("snapkv-50") for chunk in request.prompt.chunks]
-        auto = server.app.state.mpic.auto
-        assert auto.for_chunks(request.prompt.chunks).name == "mpic-8"
-        assert auto.for_chunks(pressed).name == "prefix"
-    with pytest.raises(ConfigError, match="name a policy", check=lambda error: error.param == "policy"):
-        check_engine(replace(EngineConfig(), press="snapkv-50"))
+        assert [chunk.press for chunk in request.prompt.chunks] == ["snapkv-50-32"]
+    short = Config(engine=EngineConfig(press="snapkv-50"))
+    with pytest.raises(ConfigError, match="ask for snapkv-50-32"):
+        async with fake_server(tmp_path, template, config=short):
+            pass
 
 
 @pytest.mark.parametrize("engine", PROVIDES)
@@ -164,7 +171,7 @@ def test_an_operators_own_calibration_comes_before_the_bundled_one(tmp_path):
 
 def test_a_video_counts_as_a_kind_that_nobody_has_calibrated():
     auto = Auto(calibration=calibration())
-    clip, image = (SimpleNamespace(kind=kind, press="") for kind in ("video", "image"))
+    clip, image = (SimpleNamespace(kind=kind) for kind in ("video", "image"))
     assert auto.for_chunks([image]).name == "mpic-8"
     assert auto.for_chunks([clip]).name == auto.for_chunks([image, clip]).name == "prefix"
 

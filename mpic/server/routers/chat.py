@@ -173,6 +173,7 @@ def prepare(
     prompt = prompt.pressed(press, state.config.engine.press)
     if policy is None:  # a search may add references of any kind
         policy = state.auto.for_chunks(prompt.chunks) if search is None else state.auto.default
+        asked_press(body, policy)
     own = sorted({chunk.file_id for chunk in prompt.chunks if chunk.owner == user and chunk.file_id})
     exists = partial(state.library.files.check_exist, user, own) if own else None
     id = f"chatcmpl-{uuid.uuid4().hex}"
@@ -190,13 +191,7 @@ def asked_press(body: ChatRequest, policy: Policy | None) -> str | None:
     """Returns the press that a request asks for, if any. Raises UnknownPress, or UnsupportedParameter if it would have
     no effect."""
     press = parse_press(body.mpic.press or "")
-    if press is not None and policy is None:
-        raise UnsupportedParameter(
-            f"press {press} has no effect under policy auto, which is calibrated without a press: name a policy, such "
-            "as mpic-16",
-            param="mpic.press",
-        )
-    if press is not None and not policy.uses_chunks:
+    if press is not None and policy is not None and not policy.uses_chunks:
         raise UnsupportedParameter(
             f"press {press} has no effect under policy {policy}, which reads no compiled chunk",
             param="mpic.press",
