@@ -44,9 +44,11 @@ class Paired:
         return -_upper(self.better, self.worse, self.n), _upper(self.worse, self.better, self.n)
 
     def cannot_meet(self, bound: float, questions: int) -> bool:
-        """Returns whether the interval would end above the bound even if none of the rest of so many questions
-        differed."""
-        return _upper(self.worse, self.better, max(self.n, questions)) > bound
+        """Returns whether the bound is exceeded already, or the interval would end above it even if none of the rest of
+        so many questions differed, where so many can show it at all."""
+        n = max(self.n, questions)
+        hopeless = _upper(0, 0, n) <= bound < _upper(self.worse, self.better, n)
+        return hopeless or self.interval()[0] > bound
 
     def questions_for(self, bound: float) -> int | None:
         """Returns how many questions would show that the bound is met, if the others were like these; None: it is not

@@ -51,6 +51,8 @@ class Calibrator(Evaluator):
         for name in config.policies:
             if name != "full" and (why := unfit(parse_policy(name))):
                 raise BadRequest(why, param="policies")
+        if not 0 < bound <= 100:
+            raise BadRequest(f"the bound is a number of points of 100, not {bound}", param="bound")
         super().__init__(config, out)
         self.bound = bound
         self.info: ModelInfo | None = None
@@ -69,13 +71,17 @@ class Calibrator(Evaluator):
             self.config = replace(self.config, tasks=tasks)
 
     def policies_of(self, task: str) -> Sequence[str]:
-        kind = kind_of(task)
-        mine = self.answers_by_kind().get(kind, []) if kind else []
+        """Returns ``full`` and the policies that may still meet the bound; none if no other is left, or the task is
+        about both kinds at once."""
+        if (kind := kind_of(task)) is None:
+            return ()
+        mine = self.answers_by_kind().get(kind, [])
         for policy in self.config.policies:
             found = paired(mine, policy)
-            if kind and found.n and found.cannot_meet(self.bound, self.questions(kind)):
+            if found.n and policy != "full" and found.cannot_meet(self.bound, self.questions(kind)):
                 self._hopeless.add((kind, policy))
-        return [p for p in self.config.policies if (kind, p) not in self._hopeless]
+        left = [p for p in self.config.policies if (kind, p) not in self._hopeless]
+        return left if left != ["full"] else ()
 
     def questions(self, kind: str) -> int:
         """Returns how many questions are asked about a kind of chunk."""
@@ -112,9 +118,9 @@ class Calibrator(Evaluator):
             else:
                 kinds[kind] = tuple(order)
             chosen = next((one for one in kinds.get(kind, ()) if one.high <= self.bound), None)
-            verdicts += [
-                Verdict(kind, one, self._words(one, paired(answers, one.policy), chosen)) for one in order
-            ]
+            for one in order:
+                words = self._words(one, paired(answers, one.policy), chosen) if kind in kinds else ""
+                verdicts.append(Verdict(kind, one, words))
         calibration = Calibration(
             model=self.info.digest,
             kv_dtype=kv_dtype_of(self.info),

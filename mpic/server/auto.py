@@ -172,11 +172,9 @@ class Auto:
 
     def for_kinds(self, kinds: Collection[str]) -> Policy:
         """Returns the cheapest policy that is within the bound for each of these kinds of chunks."""
-        common = [set(self._within(kind)) for kind in kinds]
-        for name in self._within(next(iter(kinds))) if kinds else ():
-            if all(name in names for names in common):
-                return parse_policy(name)
-        return parse_policy(EXACT)
+        first, *others = [self._within(kind) for kind in sorted(kinds)]
+        common = (name for name in first if all(name in names for names in others))
+        return parse_policy(next(common, EXACT))
 
     def check_press(self, press: str) -> None:
         """Refuses a server's press that would have no effect or cannot be combined with the policy. Raises

@@ -69,7 +69,8 @@ def test_a_policy_that_changed_no_answer_needs_many_questions_to_be_believed():
 def test_a_policy_is_given_up_when_no_more_difference_would_save_it():
     assert not Paired(5, 1, 0).cannot_meet(2, 300)
     assert Paired(5, 4, 0).cannot_meet(2, 300)
-    assert Paired(300, 0, 0).cannot_meet(1, 300) and not Paired(300, 0, 0).cannot_meet(1, 400)
+    assert not Paired(5, 0, 0).cannot_meet(1, 20), "too few questions speak against no policy"
+    assert Paired(20, 15, 0).cannot_meet(1, 20)
 
 
 def test_a_policy_is_compared_on_the_questions_that_full_answered_too():
@@ -174,6 +175,8 @@ def test_a_calibration_of_the_users_own_tasks_is_written_for_the_server_and_says
     words += ["--out", tmp_path / "out", "--data-dir", tmp_path / "data", "--dtype", "float32"]
     status, said, err = mpic(*words)
     assert status == 0, err
+    asked = read_answers(tmp_path / "out")
+    assert {p: sum(a.policy == p for a in asked) for p in ("full", "mpic-16")} == {"full": 8, "mpic-16": 8}
     assert "questions would tell" in " ".join(said.split())
     (written,) = (tmp_path / "data" / "calibrations").iterdir()
     assert str(written) in "".join(said.split())
