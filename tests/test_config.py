@@ -19,7 +19,7 @@ def write(tmp_path, text):
 def test_defaults():
     config = load_config()
     assert config == Config()
-    assert config.engine.policy == "mpic-16"
+    assert config.engine.policy == "auto"
     assert config.server.host == "127.0.0.1"
     assert Path(config.engine.model).name == DEFAULT
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -67,29 +67,22 @@ class Evaluator:
             BadRequest: the answers so far are of another dtype, kind of device or adapter.
             EngineStopped: the engine has ended; every later question would be skipped.
         """
-        cells = self.config.cells()
-        config = self.config
-        settings = EngineConfig(
-            model=config.model,
-            device=config.device,
-            dtype=dtype_for_results(config.dtype, choose_device(config.device), config.quantize),
-            kv_dtype=config.kv_dtype,
-            quantize=config.quantize,
-            packet=config.packet,
-        )
-        linkings = [parse_linking(name) for name in config.policies]
+        settings = self.settings()
+        linkings = [parse_linking(name) for name in self.config.policies]
         packets = [linking.policy.name for linking in linkings if linking.policy.wrapping.packet]
         if packets:
             settings = replace(settings, policy=packets[0])  # such a policy is refused without an adapter
         engine, processor = load_engine(settings)
         try:
+            self.loaded(engine)
+            cells = self.config.cells()
             if packets:
                 record_fact(self.out, "packet", engine.info.details["packet"], "of another adapter")
             for press in (parse_press(linking.press) for linking in linkings):
                 if press is not None and press.syntax not in engine.presses():
                     raise BadRequest(f"press {press} does not run on model {engine.info.name}")
             template = ChatTemplate(processor)
-            session = _Session(engine, template, self.config)
+            session = _Session(engine, template, self.config, self.policies_of)
             total = sum(questions_of(name, options) for name, options in cells)
             bar = progress.add_task("samples", total=total) if progress else None
             with (self.out / NAME).open("a", encoding="utf-8") as lines:
@@ -110,6 +103,25 @@ class Evaluator:
         finally:
             engine.close()
         return list(self.done.values())
+
+    def settings(self) -> EngineConfig:
+        """Returns how the engine is loaded."""
+        config = self.config
+        return EngineConfig(
+            model=config.model,
+            device=config.device,
+            dtype=dtype_for_results(config.dtype, choose_device(config.device), config.quantize),
+            kv_dtype=config.kv_dtype,
+            quantize=config.quantize,
+            packet=config.packet,
+        )
+
+    def loaded(self, engine: Engine) -> None:
+        """Is called once the engine is loaded, before any question."""
+
+    def policies_of(self, task: str) -> Sequence[str]:
+        """Returns the policies that answer the next question of a task."""
+        return self.config.policies
 
     def _samples(
         self, session: _Session, name: str, options: Options, done: dict[Any, PolicyAnswer]
@@ -155,8 +167,15 @@ def _computed(engine: Engine, config: EvalConfig) -> list[str]:
 class _Session:
     """A loaded model that answers samples."""
 
-    def __init__(self, engine: Engine, template: ChatTemplate, config: EvalConfig) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        template: ChatTemplate,
+        config: EvalConfig,
+        policies_of: Callable[[str], Sequence[str]] | None = None,
+    ) -> None:
         self.engine, self.template, self.config = engine, template, config
+        self.policies_of = policies_of or (lambda task: config.policies)
         self.flops = Flops(shapes_of(config.model))
         self._warm: set[str] = set()
         self._asked: list[Chunk] = []
@@ -172,7 +191,7 @@ class _Session:
     ) -> list[str]:
         """Returns the policies whose answers are missing."""
         chunks = options.chunks or sample.chunks
-        return [p for p in self.config.policies if (name, chunks, sample.id, p) not in done]
+        return [p for p in self.policies_of(name) if (name, chunks, sample.id, p) not in done]
 
     def ask(
         self, name: str, options: Options, sample: Sample, done: dict[Any, PolicyAnswer]

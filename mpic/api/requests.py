@@ -302,7 +302,9 @@ class MPICOptions(Strict):
     """Our own options."""
 
     policy: str | None = Field(
-        None, description="which chunk tokens are recomputed, e.g. `mpic-16`, `reuse`, `full`"
+        None,
+        description="which chunk tokens are recomputed, e.g. `mpic-16`, `reuse`, `full`; `auto`: what a calibration of "
+        "the model allows, else `prefix`",
     )
     press: str | None = Field(
         None,

@@ -277,12 +277,22 @@ class EngineState(ReadAsDict):
     waiting: int | None = Field(None, description="number of requests that wait for their turn")
 
 
+class AutoChoice(ApiObject):
+    """The policy ``auto``: whether requests that name no policy get it, the policy that it is for each kind of chunk
+    that the model takes (``image``, ``text``), and a sentence that says why."""
+
+    default: bool
+    policies: dict[str, str]
+    why: str
+
+
 class Health(ApiObject):
     """The state of the server, what runs, and the policies on offer. ``ready`` False is an answer too.
 
     ``engine`` holds the engine's counters where the key is an admin's or none is needed, and is empty for others. It
     holds ``error`` when the engine is not ready. ``tiers`` holds the counters of the tiers of compiled chunks, nearest
-    first, for the same keys as those of the engine.
+    first, for the same keys as those of the engine. ``policy`` is the policy of requests that name none; where the
+    server chooses it (``auto.default``), it is that of a prompt with chunks of every kind.
     """
 
     status: str
@@ -293,6 +303,7 @@ class Health(ApiObject):
     engine: EngineState
     policy: str
     policies: tuple[str, ...]
+    auto: AutoChoice | None = None
     press: str = ""
     presses: tuple[str, ...] = ()
     tiers: dict[str, dict[str, int]] = Field(default_factory=dict)

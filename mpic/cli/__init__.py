@@ -45,6 +45,7 @@ LABORATORY = {
     "demo": "Ask about sample images under several policies, compare the answers.",
     "bench": "Measure: first token, memory, decoding, loads, serving.",
     "eval": "Compare policies on your model and data.",
+    "calibrate": "Measure what reuse costs the answers of your model, for the policy auto.",
     "analyze": "Look at attention and KV of one prompt.",
     "train": "Train the demo models, and adapters of any model.",
 }

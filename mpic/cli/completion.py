@@ -14,9 +14,9 @@ NUMBERS = {"K": ("8", "16", "32", "64"), "R": ("5", "15", "50")}
 
 def policies(incomplete: str) -> list[str]:
     """Returns the policies that begin with the given text, with usual numbers."""
-    from mpic.link import policy_names
+    from mpic.link import AUTO, policy_names
 
-    names: list[str] = []
+    names: list[str] = [AUTO]
     for name in policy_names():
         stem, dash, letter = name.rpartition("-")
         names += [f"{stem}-{n}" for n in NUMBERS[letter]] if dash and letter in NUMBERS else [name]

@@ -10,6 +10,7 @@ from mpic.cli.common import DEFAULT_URL, ApiKey, Json, Url, command_app, out, pr
 from mpic.cli.laboratory import group_with
 
 if TYPE_CHECKING:
+    from mpic.api.resources import Health
     from mpic.client import MPIC
 
 _LABORATORY = {"check": "Check model families: can they be linked, and are answers right?"}
@@ -42,5 +43,12 @@ def _show(client: MPIC, as_json: bool) -> None:
     out.print(
         f"{model.id}: {', '.join(model.modalities)}, {model.context_length:,} tokens of context\n"
         f"  {state}; {info['dtype']} on {info['device']}, attention {info['attention']}\n"
-        f"  policy {health.policy}; also {', '.join(p for p in health.policies if p != health.policy)}"
+        f"  policy {_policy(health)}; also {', '.join(p for p in health.policies if p != health.policy)}"
     )
+
+
+def _policy(health: Health) -> str:
+    """Returns the server's default policy, and what ``auto`` means there."""
+    if health.auto is None or not health.auto.default:
+        return health.policy
+    return f"auto ({health.auto.why})"

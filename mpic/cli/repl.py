@@ -16,7 +16,7 @@ from mpic.cli.common import err, error_line, print_json
 from mpic.cli.files import show_files
 from mpic.errors import BadRequest, MPICError
 from mpic.handles import of_file
-from mpic.link import parse_policy
+from mpic.link import named_policy
 from mpic.table import printable
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ def known_policy(name: str, policies: tuple[str, ...]) -> str:
     """Returns a policy's name. Raises UnknownPolicy if it does not exist, which is better reported before the next
     question."""
     if name not in policies:
-        parse_policy(name)
+        named_policy(name)
     return name
 
 

@@ -16,7 +16,7 @@ from mpic import preflight
 from mpic.cli import completion
 from mpic.cli.common import command_app, option, take_parameters
 from mpic.config import SECTIONS, ConfigError, default_data_dir, load_config
-from mpic.link import policy_names
+from mpic.link import AUTO, policy_names
 from mpic.memory import collector_paused
 
 app = command_app()
@@ -30,7 +30,7 @@ def with_config_flags(command: Callable[..., None]) -> Callable[..., None]:
         helps = described("".join(one.__doc__ or "" for one in cls.__mro__ if one is not object))
         defaults = {f.name: f.default for f in dataclasses.fields(cls)}
         if "policy" in helps:
-            helps["policy"] = f"{helps['policy'].rstrip('.')}: {', '.join(policy_names())}."
+            helps["policy"] = f"{helps['policy'].rstrip('.')}: {', '.join([AUTO, *policy_names()])}."
         panel = f"{section} (section of the configuration file)"
         for name, kind in get_type_hints(cls).items():
             flag = typer.Option(

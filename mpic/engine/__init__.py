@@ -59,7 +59,7 @@ def _load_native(config: EngineConfig, store: ChunkStore | None, proofs: Proofs 
     from mpic.engine.native.device_memory import pool_pages
     from mpic.engine.native.engine import NativeEngine
     from mpic.engine.native.presser import check_press
-    from mpic.link import parse_policy
+    from mpic.link import named_policy
     from mpic.model.load import load_model
     from mpic.model.proofs import Proofs
     from mpic.packet.adapter import find_adapter, require_adapter
@@ -77,7 +77,7 @@ def _load_native(config: EngineConfig, store: ChunkStore | None, proofs: Proofs 
     choose_attention(model, config.attention, proofs)
     check_press(model, config.press)
     adapter = find_adapter(model, config.model, config.packet)
-    if parse_policy(config.policy).wrapping.packet:
+    if (policy := named_policy(config.policy)) is not None and policy.wrapping.packet:
         require_adapter(adapter, model.info.name, model.no_packets)
     if adapter is not None:
         model.info.details["packet"] = adapter.digest

@@ -60,6 +60,10 @@ _LONGEST = 64
 """Characters of the longest text that is looked up among policies; what was found is remembered."""
 
 
+AUTO = "auto"
+"""Stands for a policy where a server takes one: what that is follows from the model (``mpic.server.auto``)."""
+
+
 def policy_names() -> list[str]:
     """Returns the syntax of each policy."""
     return [cls.syntax for cls in POLICIES]
@@ -89,11 +93,17 @@ def parse_policy(text: str) -> Policy:
     if policy is not None:
         return policy
     raise UnknownPolicy(
-        f"unknown policy '{cut(text)}'; available: {', '.join(policy_names())}", param="mpic.policy"
+        f"unknown policy '{cut(text)}'; available: {', '.join([AUTO, *policy_names()])}", param="mpic.policy"
     )
 
 
+def named_policy(text: str) -> Policy | None:
+    """Parses what a server takes for a policy. Returns None for ``auto``, which names none. Raises UnknownPolicy."""
+    return None if text == AUTO else parse_policy(text)
+
+
 __all__ = [
+    "AUTO",
     "BARE",
     "POLICIES",
     "ChunkPlace",
@@ -106,6 +116,7 @@ __all__ = [
     "SegmentShape",
     "Wrapping",
     "make_plan",
+    "named_policy",
     "parse_policy",
     "policy_names",
     "ranges_of",

@@ -11,6 +11,9 @@ A policy says which tokens of an image or document are computed again when it is
 request chooses one, and `--policy` of `mpic serve` sets the server's default. This page is generated from the policies'
 classes (`mpic/link/policies`) by `.venv/bin/python tools/docs/generate.py`.
 
+The default, `auto`, stands for one of them: the cheapest that a calibration of the model has shown to lose little, and
+`prefix` where there is none ([which policy](choosing.md#calibrate-your-model)).
+
 | policy | what it does | number | from | engines |
 |---|---|---|---|---|
 """

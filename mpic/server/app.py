@@ -22,9 +22,11 @@ from mpic.http import errors
 from mpic.http.hosts import is_loopback
 from mpic.http.prefix import ProxyPrefix
 from mpic.keys import KeyStore
+from mpic.link import AUTO
 from mpic.retriever import Embedder, Retriever
 from mpic.server import docs
 from mpic.server.auth import Authenticate
+from mpic.server.auto import Auto
 from mpic.server.background import BackgroundJobs
 from mpic.server.cutting import cut_document
 from mpic.server.forms import FormCharset
@@ -113,6 +115,9 @@ def create_app(
     search = config.retrieval
     embedder = Embedder(search.embedder, search.embedder_weights, search.embedder_device)
     retriever = Retriever(library, embedder, search.duplicates)
+    auto = Auto.of_model(engine.info, library.root)
+    if config.engine.policy == AUTO:
+        auto.check_press(config.engine.press)
     ledger = SavingsLedger(library.root, engine.info.digest)
     probe = DiskProbe(library.probe)
     under_way = UploadsUnderWay(AT_ONCE * config.library.upload_bytes, tempfile.gettempdir(), library.root)
@@ -129,6 +134,7 @@ def create_app(
         probe,
         under_way,
         PartedUploads(under_way, library.clock),
+        auto,
     )
     app.router.routes.extend(_routes())
     app.add_api_route("/", _home, include_in_schema=False)

@@ -26,7 +26,7 @@ from mpic.errors import (
 )
 from mpic.http.errors import INTERNAL
 from mpic.library.records import SHARED
-from mpic.link import parse_policy
+from mpic.link import BARE, named_policy
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -68,7 +68,8 @@ class BackgroundJobs:
         self.savings = state.savings
         self._parted = state.parted
         self._threads = state.pools.background
-        self.wrapping = parse_policy(state.config.engine.policy).wrapping
+        policy = named_policy(state.config.engine.policy)
+        self.wrapping = BARE if policy is None else policy.wrapping
         self._press = state.config.engine.press
         self._compilations = asyncio.Semaphore(AT_ONCE)
         self._turns: WeakValueDictionary[tuple[str, bool], asyncio.Semaphore] = WeakValueDictionary()

@@ -22,6 +22,7 @@ from mpic.http.hosts import is_loopback, seen_from_here
 from mpic.http.listening import bind, url_of
 from mpic.keys import any_keys
 from mpic.limits import MiB
+from mpic.link import AUTO
 from mpic.server import descriptors
 from mpic.server.connections import Connections
 from mpic.server.protocol import HTTPConnection
@@ -182,11 +183,17 @@ class _UvicornServer(uvicorn.Server):
             f"  docs     {here}/docs\n"
             f"  model    {info.name}, {info.dtype} on {info.device}, attention {info.attention}{weights}\n"
             f"{note}{checks}"
-            f"  policy   {config.engine.policy}\n"
+            f"  policy   {_policy(state)}\n"
             f"  library  {config.library.data_dir}\n"
             f"  clients  at most {self.connections.most:,} connections, "
             f"{config.server.max_connections_per_address:,} of one address"
         )
+
+
+def _policy(state: State) -> str:
+    """Returns the default policy, and what ``auto`` means."""
+    named = state.config.engine.policy
+    return named if named != AUTO else f"{AUTO}: {state.auto.explanation}"
 
 
 def _who_may_call(state: State) -> str:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mpic.library import Library
     from mpic.prompt import ChatTemplate
     from mpic.retriever import Retriever
+    from mpic.server.auto import Auto
     from mpic.server.metrics import Metrics
     from mpic.server.savings import SavingsLedger
     from mpic.server.uploads import PartedUploads, UploadsUnderWay
@@ -32,6 +33,7 @@ class State:
         probe: checks the library's disk.
         pools: threads for work that may take long.
         uploads: counts the bytes of uploads under way.
+        auto: what the policy ``auto`` means for the engine's model.
         parted: uploads in parts.
         rates: counts the requests of keys.
         responses: responses that requests may go on from.
@@ -49,6 +51,7 @@ class State:
     probe: DiskProbe
     uploads: UploadsUnderWay
     parted: PartedUploads
+    auto: Auto
     pools: ThreadPools = field(default_factory=ThreadPools)
     rates: KeyRates = field(default_factory=KeyRates)
     responses: KeptResponses = field(default_factory=KeptResponses)

@@ -341,6 +341,7 @@ def test_what_was_typed_sends_no_commands_either(mpic):
 
 LIBRARY = [
     ("serve", "--port", "0"),
+    ("calibrate", "--questions", "1"),
     ("library", "ls"),
     ("library", "show", "X"),
     ("library", "check"),

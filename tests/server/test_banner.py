@@ -3,13 +3,17 @@
 from types import SimpleNamespace
 
 from mpic.config import Config
+from mpic.server.auto import Auto
 from mpic.server.run import _UvicornServer
 
 
 def lines_of(details):
     info = SimpleNamespace(name="tiny", dtype="float32", device="cpu", attention="reference", details=details)
     state = SimpleNamespace(
-        engine=SimpleNamespace(info=info), config=Config(), keys=SimpleNamespace(exist=lambda: False)
+        engine=SimpleNamespace(info=info),
+        config=Config(),
+        auto=Auto(),
+        keys=SimpleNamespace(exist=lambda: False),
     )
     server = object.__new__(_UvicornServer)
     server.config = SimpleNamespace(app=SimpleNamespace(state=SimpleNamespace(mpic=state)))

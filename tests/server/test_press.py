@@ -7,7 +7,7 @@ from server_helpers import fake_server, refusal
 
 from mpic.config import Config, ConfigError, EngineConfig, check_engine
 
-CONFIG = replace(Config(), engine=replace(EngineConfig(), press="snapkv-50"))
+CONFIG = replace(Config(), engine=replace(EngineConfig(), press="snapkv-50", policy="mpic-16"))
 
 
 async def presses_of(server, **options):

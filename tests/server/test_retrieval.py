@@ -8,11 +8,10 @@ from unittest.mock import Mock
 import chat_models
 import pytest
 import torch
-from server_helpers import events, png, real_server, running, wait_until
+from server_helpers import CONFIG, events, png, real_server, running, wait_until
 from small_models import SMALL
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from mpic.config import Config
 from mpic.engine.native.engine import NativeEngine
 from mpic.library import Library
 from mpic.link import BARE
@@ -118,7 +117,7 @@ async def qwen(tmp_path):
     take, scripts = engine.outputs.take, {}
     engine.outputs.take, engine.builder.build = speak, sequence
     library = Library.open(tmp_path)
-    async with running(create_app(engine, library, ChatTemplate(tokenizer), Config())) as server:
+    async with running(create_app(engine, library, ChatTemplate(tokenizer), CONFIG)) as server:
         server.words, server.add = words, lambda *a, **k: add(server, *a, **k)
         yield server
 

@@ -25,7 +25,7 @@ from mpic.http import errors
 from mpic.http.body import write
 from mpic.http.errors import CLIENT_CLOSED
 from mpic.http.sse import DONE, WAITING, ClientDisconnected, EventStream, event, while_connected
-from mpic.link import Policy, parse_policy
+from mpic.link import Policy, named_policy
 from mpic.press import parse_press
 from mpic.prompt import ChatTemplate, build_prompt
 from mpic.prompt.bounds import check_conversation
@@ -227,7 +227,7 @@ def prepare(
         raise UnsupportedParameter(SAME_ANSWERS, param="n")
     if options := template_options(body):
         state = replace(state, template=state.template.given(options))
-    policy = parse_policy(body.mpic.policy or state.config.engine.policy)
+    policy = named_policy(body.mpic.policy or state.config.engine.policy)
     press = asked_press(body, policy)
     resolver = _resolver(state, user)
     messages = [_seen(message) for message in body.messages]
@@ -251,9 +251,12 @@ def prepare(
             rounds = (round,)
         else:
             prompt, search = retrieval.prompt_with_search(
-                messages, searcher, query, state, resolver, policy, handles
+                messages, searcher, query, state, resolver, policy or state.auto.default, handles
             )
     prompt = prompt.pressed(press, state.config.engine.press)
+    if policy is None:  # a search may add references of any kind
+        policy = state.auto.for_chunks(prompt.chunks) if search is None else state.auto.default
+        asked_press(body, policy)
     own = sorted({chunk.file_id for chunk in prompt.chunks if chunk.owner == user and chunk.file_id})
     exists = partial(state.library.files.check_exist, user, own) if own else None
     id = f"chatcmpl-{uuid.uuid4().hex}"
@@ -273,11 +276,11 @@ def _seen(message: MessageParam) -> dict[str, Any]:
     return {"content": message.refusal, **seen} if message.refusal else seen
 
 
-def asked_press(body: ChatRequest, policy: Policy) -> str | None:
+def asked_press(body: ChatRequest, policy: Policy | None) -> str | None:
     """Returns the press that a request asks for, if any. Raises UnknownPress, or UnsupportedParameter if it would have
     no effect."""
     press = parse_press(body.mpic.press or "")
-    if press is not None and not policy.uses_chunks:
+    if press is not None and policy is not None and not policy.uses_chunks:
         raise UnsupportedParameter(
             f"press {press} has no effect under policy {policy}, which reads no compiled chunk",
             param="mpic.press",

@@ -9,8 +9,9 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
-from mpic.api.resources import Health
+from mpic.api.resources import AutoChoice, Health
 from mpic.errors import MPICError
+from mpic.link import AUTO, named_policy
 from mpic.server.auth import CurrentUser
 from mpic.server.state import State, StateDep
 from mpic.version import VERSION
@@ -41,7 +42,12 @@ async def health(state: StateDep, user: CurrentUser) -> JSONResponse:
         version=VERSION,
         model=asdict(state.engine.info),
         engine=stats,
-        policy=state.config.engine.policy,
+        policy=(named_policy(state.config.engine.policy) or state.auto.default).name,
+        auto=AutoChoice(
+            default=state.config.engine.policy == AUTO,
+            policies=state.auto.policies,
+            why=state.auto.explanation,
+        ),
         policies=tuple(state.engine.policies()),
         press=state.config.engine.press,
         presses=tuple(state.engine.presses()),

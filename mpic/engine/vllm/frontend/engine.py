@@ -38,7 +38,7 @@ from mpic.errors import EngineStopped, IntegrityError, ModelRefused
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.kv.store import ChunkStore
 from mpic.library import Library, Limits
-from mpic.link import BARE, Need, Wrapping, parse_policy
+from mpic.link import BARE, Need, Wrapping, named_policy
 from mpic.link.engines import PROVIDES
 from mpic.model.info import ModelInfo
 
@@ -74,7 +74,7 @@ class VLLMEngine(Engine):
         check_device(config, cpu)
         self._config = config
         self.model = describe_model(config, cpu, store.root / "models.json" if store is not None else None)
-        if parse_policy(config.policy).wrapping.packet:
+        if (policy := named_policy(config.policy)) is not None and policy.wrapping.packet:
             self.model.require_adapter()
         if self.model.adapter is None:
             self.provides = self.provides - {Need.PACKET}
