@@ -9,6 +9,7 @@ from typing import Any
 import gradio as gr
 
 from mpic.errors import Forbidden, MPICError
+from mpic.link import AUTO
 from mpic.webui import live, parts, policies
 from mpic.webui.chats import OpenChat, StoredChat, Wishes
 from mpic.webui.events import client_of, told, visitor_of
@@ -35,6 +36,10 @@ async def load(settings: Any, request: gr.Request) -> tuple[Any, ...]:
     chosen = settings.get(visitor.user, {}) if isinstance(settings, dict) else {}
     own = {name: chosen.get(name) for name in Wishes.model_fields} if isinstance(chosen, dict) else {}
     menu = policies.menu(list(health.policies), health.policy)
+    offered, default = [(_policy_label(one), one["name"]) for one in menu], health.policy
+    if health.auto:
+        offered.insert(0, (f"{AUTO}: {health.auto.why}", AUTO))
+        default = AUTO if health.auto.default else default
     presses = policies.press_menu(list(health.presses), health.press)
     retrieval = [(f"{name}: {about}", mode) for mode, (name, about) in policies.RETRIEVAL.items()]
     page = OpenChat(user=visitor.user, chat=StoredChat(id="none"), ms_per_token=cost).model_dump()
@@ -43,8 +48,8 @@ async def load(settings: Any, request: gr.Request) -> tuple[Any, ...]:
         gr.update(page=page),
         _who(visitor),
         gr.update(
-            choices=[(_policy_label(one), one["name"]) for one in menu],
-            value=own.get("policy") or health.policy,
+            choices=offered,
+            value=own.get("policy") or default,
         ),
         gr.update(
             choices=[(f"{one['name']}: {one['about']}", one["name"]) for one in presses],

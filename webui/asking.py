@@ -10,7 +10,7 @@ from typing import Any
 from mpic.client import AsyncMPIC
 from mpic.client.types import File
 from mpic.errors import HandleTaken, MPICError, UnknownPolicy
-from mpic.link import parse_policy
+from mpic.link import named_policy
 from mpic.webui.chats import Cited, Facts, SearchMade, StoredAnswer, StoredChat, StoredTurn, Wishes
 from mpic.webui.uploads import Sent
 
@@ -106,7 +106,10 @@ def options(wishes: Wishes) -> dict[str, Any]:
     """Returns the options of a chat completion. A press has no effect under a policy that reads no compiled chunk, and
     is refused with it, so it is left out there."""
     try:
-        uses_chunks = parse_policy(wishes.policy).uses_chunks if wishes.policy else True
+        policy = named_policy(wishes.policy) if wishes.policy else None
+        uses_chunks = (
+            policy is None or policy.uses_chunks
+        )  # the server refuses a press that its own choice does not read
     except UnknownPolicy:  # the server says so
         uses_chunks = True
     return {

@@ -8,7 +8,7 @@ from browsing import Watched, find_browser, open_browser, serving
 from fake_engine import FakeEngine
 from server_helpers import chat_template
 
-from mpic.config import Config
+from mpic.config import Config, EngineConfig
 from mpic.library import Library
 from mpic.server import create_app
 
@@ -66,7 +66,8 @@ class Fake:
     def start(self):
         self.engine = FakeEngine(context=8192, pool=8192, pause=0.01)
         self.library = Library.open(self._root)
-        self.app = create_app(self.engine, self.library, chat_template(), Config())
+        config = Config(engine=EngineConfig(policy="mpic-16"))
+        self.app = create_app(self.engine, self.library, chat_template(), config)
         self.keys = self.app.state.mpic.keys
         self.base = self._stack.enter_context(serving(self.app, self._port))
         self._port = urlsplit(self.base).port

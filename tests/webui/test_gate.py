@@ -14,7 +14,7 @@ from watched import opened
 
 from mpic.cli.ui import standalone
 from mpic.client import AsyncMPIC
-from mpic.config import Config, LibraryConfig, ServerConfig
+from mpic.config import Config, EngineConfig, LibraryConfig, ServerConfig
 from mpic.errors import Unauthorized
 from mpic.keys import KeyLimits, KeyStore
 from mpic.library import Library, Limits
@@ -28,7 +28,11 @@ TOKEN = "A" * 32
 
 @pytest.fixture
 async def server(tmp_path):
-    config = Config(library=LibraryConfig(upload_bytes=LIMIT), server=ServerConfig(max_body_bytes=LIMIT))
+    config = Config(
+        engine=EngineConfig(policy="mpic-16"),
+        library=LibraryConfig(upload_bytes=LIMIT),
+        server=ServerConfig(max_body_bytes=LIMIT),
+    )
     library = Library.open(tmp_path, Limits(upload_bytes=LIMIT))
     async with running(create_app(FakeEngine(), library, chat_template(), config)) as server:
         server.keys = server.app.state.mpic.keys

@@ -22,7 +22,7 @@ from mpic.engine.base import GenerationRequest
 from mpic.engine.checks import check_prompt
 from mpic.errors import UnsupportedModality, UnsupportedParameter
 from mpic.http.sse import event
-from mpic.link import parse_policy
+from mpic.link import named_policy
 from mpic.prompt import Prompt, TextSegment
 from mpic.prompt.messages import Handles
 from mpic.server.auth import CurrentUser
@@ -52,7 +52,8 @@ class TextDialect(Translation):
     def prepare(self, body: ChatRequest, state: State, user: str, handles: Handles) -> chat.Prepared:
         if (body.n or 1) > 1 and not body.temperature:
             raise UnsupportedParameter(chat.SAME_ANSWERS, param="n")
-        policy, sampling = parse_policy(state.config.engine.policy), chat.sampling_of(body)
+        policy = named_policy(state.config.engine.policy) or state.auto.default
+        sampling = chat.sampling_of(body)
         requests = []
         for text in self.texts:
             prompt = Prompt((TextSegment(_ids(text, state)),))
