@@ -354,6 +354,18 @@ async def test_answers_stream_through_the_api_with_the_visitors_key(server, log_
         assert bool(request.prompt.chunks) is linked
 
 
+async def test_the_page_leaves_the_policy_to_the_server_where_that_chooses_it(tmp_path):
+    app = create_app(FakeEngine(), Library.open(tmp_path), chat_template(), Config())
+    async with running(app) as server:
+        server.page = app.state.page
+        done = await event(server, "load", [{}])
+        policy = done["output"]["data"][2]
+        assert policy["value"] == "auto" and "not calibrated" in policy["choices"][0][0]
+        done = await event(server, "ask", [CHAT, {"text": "What?", "files": []}, "auto", *PICKERS[1:]])
+        [turn] = done["output"]["data"][1]["props"]["page"]["chat"]["turns"]
+        assert turn["answer"]["state"] == "done" and server.engine.requests[0].policy.name == "prefix"
+
+
 async def test_an_open_page_belongs_to_the_user_who_has_opened_it(server, log_in):
     ann, bob = await log_in("ann"), await log_in("bob")
     assert (await event(server, "refresh", [], session="anns", headers=ann))["success"]
