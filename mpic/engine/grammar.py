@@ -9,19 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from mpic.errors import GrammarTooComplex, IntegrityError, InvalidGrammar, UnsupportedParameter
 
-LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
-"""Those of llguidance, which bound the steps of compiling a grammar and of each token (mostly to some 20 ms). Less than
-its own: the states of a lexer (250,000 take hundreds of megabytes), and what errors say (they repeat the answer)."""
+if (
+    TYPE_CHECKING
+):  # the engine also runs where llguidance is not installed, as on a machine that only measures a GPU
+    from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 FEW = 8
 """Masks that one thread computes sooner than others wake up."""
+
+
+@cache
+def limits() -> LLParserLimits:
+    """Returns the limits of llguidance, which bound the steps of compiling a grammar and of each token (mostly to some
+    20 ms). Less than its own: the states of a lexer (250,000 take hundreds of megabytes), and what errors say (they
+    repeat the answer)."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
 
 
 @dataclass(frozen=True)
@@ -80,13 +91,15 @@ class Constraints:
             InvalidGrammar: it cannot be followed; ``param`` is the field to blame.
             UnsupportedParameter: llguidance cannot read the model's tokenizer.
         """
+        from llguidance import LLMatcher
+
         param = grammar.parts[0][0]
-        matcher = LLMatcher(self._of_tokens(param), grammar.lark, log_level=0, limits=LIMITS)
+        matcher = LLMatcher(self._of_tokens(param), grammar.lark, log_level=0, limits=limits())
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first takes longest, and shall not keep the engine's thread
             return Constraint(matcher)
         for part, lark in grammar.parts:
-            if error := LLMatcher.validate_grammar(lark, limits=LIMITS):
+            if error := LLMatcher.validate_grammar(lark, limits=limits()):
                 raise InvalidGrammar(f"{part} cannot be followed: {_reason(error)}", param=part)
         raise InvalidGrammar(
             f"the answer's form cannot be followed: {_reason(matcher.get_error())}", param=param
@@ -100,6 +113,8 @@ class Constraints:
             return None
         mask = torch.full((len(answers), -(-self._tokenizer.vocab_size // 32)), -1, dtype=torch.int32)
         if len(rows) > FEW:
+            from llguidance import LLExecutor
+
             self._executor = self._executor or LLExecutor()
             self._executor.unsafe_compute_mask_ptr(rows, mask.data_ptr(), mask.shape[1] * 4, len(answers))
         else:

@@ -14,7 +14,7 @@ from engine_kit import family, ids, pause, prompt_of, request_of, submit_togethe
 from server_helpers import byte_tokenizer
 
 from mpic.engine.base import Sampling
-from mpic.engine.grammar import FEW, LIMITS, Constraints, Grammar
+from mpic.engine.grammar import FEW, Constraints, Grammar, limits
 from mpic.engine.native import sampling
 from mpic.engine.native.cuda_executor import CudaExecutor
 from mpic.engine.native.sampling import Drawing, Sampler
@@ -215,7 +215,7 @@ def test_an_answer_whose_grammar_takes_too_much_work_ends_with_an_error(make_eng
     for later in (of_schema(wide), of_regex("(a|b)c{100000000}")):  # what the first token opens is too much
         with pytest.raises(GrammarTooComplex, match="too much work"):
             engine.submit(asked(later, 1000)).result()
-    assert LIMITS.max_lexer_states <= 20_000
+    assert limits().max_lexer_states <= 20_000
 
 
 def test_options_that_a_form_excludes_are_refused_by_name(make_engine):

@@ -24,6 +24,7 @@ import mpic.engine.stream as stream_module
 from mpic.api.requests import RetrievalOptions
 from mpic.config import RetrievalConfig
 from mpic.engine.grammar import Grammar
+from mpic.engine.vllm.frontend.gate import Gate
 from mpic.engine.vllm.frontend.linktest import OWNER, link_test
 from mpic.errors import (
     ContextLengthExceeded,
@@ -326,7 +327,7 @@ def test_a_full_store_costs_no_answer(bench, monkeypatch):
 def test_a_prompt_whose_images_exceed_the_users_room_in_the_store_is_answered(bench, monkeypatch):
     """Each of them that is saved evicts another one."""
     monkeypatch.setattr(
-        bench.engine.compiler, "_slots", asyncio.Semaphore(1)
+        bench.engine.compiler, "_slots", Gate(1, rows=1)
     )  # so that none is saved beside another
     found = bench.prompt("IMAGE#BEACH IMAGE#PARTY IMAGE#MAP7 How many shapes do you see?")
     own = lambda part: (

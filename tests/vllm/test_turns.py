@@ -147,7 +147,7 @@ def several_answers(engine):
     for i in range(24):
         asked = request_of(prompt_of(ids(i, 12)), "full", 100, "a", temperature=1.0)
         with suppress(QueueFull):
-            started += ParallelSampling.submit(engine.submit, asked, 16).streams
+            started += ParallelSampling.submit(engine.submit, [asked], 16).streams
     return started
 
 

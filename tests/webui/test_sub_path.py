@@ -4,6 +4,7 @@ import json
 import shutil
 import socket
 import subprocess
+import time
 from contextlib import closing
 
 import httpx
@@ -52,12 +53,12 @@ def behind(tmp_path, fake):
         )
         config.write_text(text)
         running.append(subprocess.Popen([NGINX, "-c", config, "-e", tmp_path / "error.log"]))
-        for _ in range(500):
+        while running[-1].poll() is None:
             try:
                 socket.create_connection(("127.0.0.1", port), 1).close()
                 return f"http://127.0.0.1:{port}{prefix}"
             except OSError:
-                running[-1].poll()
+                time.sleep(0.02)
         raise AssertionError((tmp_path / "error.log").read_text())
 
     yield started
