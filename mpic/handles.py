@@ -48,7 +48,7 @@ def end_of_name(text: str, start: int) -> int:
 
 
 def without_pages(name: str) -> tuple[str, tuple[int, int] | None]:
-    """Returns a name without the pages behind it, and the first and last of these; None if there are none."""
+    """Returns a name without the pages behind it, and the first and last of these, or None."""
     if not name.endswith("]") or (found := PAGES.fullmatch(name, max(0, name.rfind("[")))) is None:
         return name, None
     first = int(found[1])

@@ -150,7 +150,7 @@ class StoredChat(Part):
 
 
 class OpenChat(Part):
-    """What the page's store and the events tell each other.
+    """The message that the page's store and its events exchange.
 
     Attributes:
         user: whose chat it is.

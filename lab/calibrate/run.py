@@ -24,7 +24,7 @@ TASKS = {
     "text": TaskEntry("prose-codes", chunks=(6,)),
     "image": TaskEntry("world-image", chunks=(4,), metric="contains"),
 }
-"""What is asked about each kind of chunk."""
+"""Questions about each kind of chunk."""
 
 
 class Verdict(NamedTuple):

@@ -137,7 +137,7 @@ def read_calibration(path: Path) -> Calibration:
 
 @dataclass(frozen=True)
 class Auto:
-    """What ``auto`` means for one model.
+    """The choice of ``auto`` for one model.
 
     Args:
         kinds: the kinds of chunks that the model takes and that can be calibrated.

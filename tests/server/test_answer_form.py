@@ -1,4 +1,4 @@
-"""What a request asks of its answer becomes a grammar, and all that the grammar lets pass is what was asked for."""
+"""The form that a request asks for becomes a grammar, and all that the grammar lets pass has that form."""
 
 from __future__ import annotations
 

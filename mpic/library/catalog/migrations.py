@@ -244,6 +244,6 @@ def m012_formats_of_texts(db: sqlite3.Connection) -> None:
 
 @migration
 def m013_pages(db: sqlite3.Connection) -> None:
-    """Adds the number of a document's pages, and the page of each of its pieces; NULL where there are none."""
+    """Adds the number of a document's pages, and the page of each of its pieces; NULL for files without pages."""
     db.execute("ALTER TABLE files ADD COLUMN pages INTEGER")
     db.execute("ALTER TABLE pieces ADD COLUMN page INTEGER")

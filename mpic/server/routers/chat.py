@@ -105,7 +105,7 @@ class Dialect:
         return self.places[at] + (rest if INDEX.fullmatch(rest) else "")
 
     def rename(self, error: MPICError) -> None:
-        """Has an error name the field of the client's request."""
+        """Rename the fields that an error names to those of the client's request."""
         place = self.place(error.param)
         if error.param and place != error.param:
             error.message = error.message.replace(error.param, place or "", 1)
