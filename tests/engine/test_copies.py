@@ -280,7 +280,8 @@ def test_compiled_chunks_are_read_back_while_the_engine_goes_on_and_stay_where_t
     other = MemoryStore()
     make_engine(store=other).compile(chunk).result(60)
     [saved], [expected] = store.chunks.values(), other.chunks.values()
-    assert torch.equal(saved.kv, expected.kv)
+    # in steps of another size some processors round otherwise
+    torch.testing.assert_close(saved.kv, expected.kv, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("sink", [0, 4])

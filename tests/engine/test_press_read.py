@@ -52,6 +52,11 @@ def form(store: MemoryStore, press: str, n: int):
     return found
 
 
+def close(got, expected):
+    """Compares float32 values of one computation in steps of another size, which some processors round otherwise."""
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("policy", ["mpic-5", "legolink-0", "packet-5"])
 @pytest.mark.parametrize("press", FROM_FILES)
 def test_it_is_read_and_pressed_and_saved_as_if_it_had_been_compiled_so(press, policy, make_engine):
@@ -63,16 +68,17 @@ def test_it_is_read_and_pressed_and_saved_as_if_it_had_been_compiled_so(press, p
     assert {tier for tier, _, _ in uses} == {"compiled"}
     engine = make_engine(store=whole)
     got, uses = answer(engine, over(*chunks), policy)
-    assert got[0] == expected[0] and torch.equal(got[1], expected[1])
+    assert got[0] == expected[0]
+    close(got[1], expected[1])
     assert {tier for tier, _, _ in uses} == {"disk"} and {name for _, _, name in uses} == {press}
     assert "tokens_compiled" not in engine.stats()["counters"]
     until(lambda: len(whole.chunks) == 4 and len(fresh.chunks) == 2)
     for key, chunk in fresh.chunks.items():
-        assert torch.equal(whole.chunks[key].kv, chunk.kv)
+        close(whole.chunks[key].kv, chunk.kv)
     engine.check()
     reads = whole.reads
     later = make_engine(store=whole)  # what was saved is read now
-    assert torch.equal(answer(later, over(*chunks), policy)[0][1], expected[1])
+    close(answer(later, over(*chunks), policy)[0][1], expected[1])
     assert whole.reads == reads + 2 and len(whole.chunks) == 4
     (resident, *_) = later.device.chunks.values()
     assert resident.extent.tokens == resident.first + resident.slots
