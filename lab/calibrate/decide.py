@@ -18,7 +18,7 @@ from mpic_lab.eval.compare import mean_of, points
 from mpic_lab.eval.tasks import find
 
 Z = 1.959964
-"""Of a 95 % interval."""
+"""Quantile of the normal distribution for a 95 % interval."""
 MOST_QUESTIONS = 1_000_000
 LEAST_RIGHT = 33.3
 """Points of 100 that ``full`` must have. A model that cannot answer has nothing to lose, whatever it is served; from a

@@ -190,7 +190,9 @@ class ResponsesRequest(Strict):
     parallel_tool_calls: StrictBool | None = Field(
         None, description="false: an answer ends after its first call"
     )
-    max_tool_calls: StrictInt | None = Field(None, description="of tools that run here: there are none")
+    max_tool_calls: StrictInt | None = Field(
+        None, description="accepted without effect: the server runs no tools itself"
+    )
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: Annotated[list[Included], FIRST_ERROR] | None = None

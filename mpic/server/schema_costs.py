@@ -16,7 +16,7 @@ from typing import Any
 from mpic.errors import GrammarTooComplex, InvalidGrammar
 
 MOST_BYTES = 1 << 16
-"""Of all schemas, choices and regular expressions of a request together, as JSON."""
+"""Maximum size of a request's schemas, choices and regular expressions together, in bytes of JSON."""
 MOST_LEVELS = 1000
 """Levels of objects and lists: those of the schema and of everything that a ``$ref`` names. Some 3,000 take all of a
 thread's stack (8 MB)."""

@@ -114,7 +114,7 @@ SCHEMAS = [
     {"oneOf": [obj(kind={"const": "a"}, x=FLAG), obj(kind={"const": "b"}, y=NUMBER)]},
     {},
 ]
-"""Of every keyword that pydantic writes, and more."""
+"""Schemas that together use every keyword that pydantic writes, and more."""
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:60])

@@ -207,7 +207,7 @@ async def store(
             request.app.state.background.compile(stored.file)
     answer = _show(stored.file, state, {}, {})
     if stored.outcome == "unchanged":
-        with suppress(FileNotFound):  # another request has replaced it since; it was stored all the same
+        with suppress(FileNotFound):  # another request has replaced it since, after it was stored
             answer = await run_in_threadpool(get_file, stored.file.id, state, user)
     return answer.model_copy(update={"outcome": stored.outcome})
 
