@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import random
 from collections import Counter
 from dataclasses import replace
@@ -168,15 +169,19 @@ def test_requests_that_are_not_answered_in_time_are_ended_and_do_not_count():
 
 
 def test_the_memory_at_the_peak_of_some_work_is_seen_though_it_is_freed():
+    """The work maps pages of its own: an allocator may serve a tensor from memory that it freed and kept."""
     size = 64 << 20
 
     def work():
-        return float(torch.ones(size // 4).sum())
+        with mmap.mmap(-1, size) as fresh:
+            for page in range(0, size, mmap.PAGESIZE):
+                fresh[page] = 1
+            return len(fresh)
 
     result, found = peak.peak_of(work, CPU)
-    assert result == size // 4
+    assert result == size
     if found is not None:  # Linux
-        assert 0.9 * size < found < 3 * size
+        assert 0.5 * size < found < 4 * size
         assert peak.peak_of(lambda: 1, CPU)[1] < size / 2
 
 
