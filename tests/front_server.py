@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import socket
+import termios
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -68,6 +70,14 @@ class Front:
         """Returns whether exactly this many connections are open soon."""
         return eventually(lambda: len(self.connections) == count)
 
+    def has_read_all(self) -> bool:
+        """Returns whether the server has taken everything that clients have sent from the kernel."""
+        sockets = [one.transport.get_extra_info("socket") for one in self.connections._all]
+        waiting = [
+            fcntl.ioctl(one.fileno(), termios.FIONREAD, bytes(4)) for one in sockets if one.fileno() >= 0
+        ]
+        return not any(map(any, waiting))
+
 
 class Client:
     """A socket, and the server's output on it."""
@@ -75,7 +85,7 @@ class Client:
     def __init__(self, front: Front, source: str, receive_buffer: int = 0) -> None:
         self.key = front.key.encode()
         self.socket = socket.socket()
-        self.socket.settimeout(10)
+        self.socket.settimeout(60)
         if receive_buffer:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         self.socket.bind((source, 0))
@@ -147,7 +157,7 @@ class Client:
         self.socket.close()
 
 
-def trickle(pieces: dict[Client, bytes], every: float = 0.05, seconds: float = 10.0) -> None:
+def trickle(pieces: dict[Client, bytes], every: float = 0.05, seconds: float = 60.0) -> None:
     """Has each client send its piece periodically until the server closes its connection."""
     end = time.monotonic() + seconds
     while left := {one: piece for one, piece in pieces.items() if not one.is_closed()}:
@@ -158,7 +168,7 @@ def trickle(pieces: dict[Client, bytes], every: float = 0.05, seconds: float = 1
         time.sleep(every)
 
 
-def eventually(true: Any, seconds: float = 10.0) -> bool:
+def eventually(true: Any, seconds: float = 60.0) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if true():

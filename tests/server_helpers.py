@@ -186,7 +186,7 @@ async def running(app):
             yield Server(http, app.state.mpic.engine, app.state.mpic.library, app)
 
 
-async def wait_until(true, seconds=30):
+async def wait_until(true, seconds=120):
     """Waits until ``true`` returns a true value, directly or from a coroutine."""
     end = time.monotonic() + seconds
     while True:

@@ -86,7 +86,7 @@ def test_a_text_too_long_for_the_address_space_does_not_end_the_process(words):
         print(len(guarded.encode("word number 1, " * 100)))
     """
     script = textwrap.dedent(script.replace("WORDS", str(words)))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-500:]
     end = 0 if words else 1  # without the space at the end
     first, last = f"tokens: {15 * 330_000 - end}\n", 1500 - end
@@ -119,7 +119,7 @@ def test_threads_do_not_reserve_a_limited_address_space():
     taken = {}
     for how in ("few", "many"):
         command = [sys.executable, "-c", textwrap.dedent(script), how]
-        taken[how] = int(subprocess.run(command, capture_output=True, text=True, timeout=60).stdout)
+        taken[how] = int(subprocess.run(command, capture_output=True, text=True).stdout)
     assert taken["many"] > 300 and taken["few"] < taken["many"] / 2
 
 

@@ -44,7 +44,6 @@ def begun():
             env=environment | {"PATH": "/nowhere"} | variables,
             capture_output=True,
             text=True,
-            timeout=120,
         )
 
     return begin

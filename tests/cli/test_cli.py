@@ -179,7 +179,7 @@ def test_a_large_file_is_uploaded_in_parts_of_which_a_failure_leaves_none(mpic, 
     path.write_bytes(b"\xff" * 1600)
     status, _, err = mpic("upload", path, "--handle", "BAD", "--url", url)
     assert status == 1 and "[invalid_text]" in err
-    found = [httpx.get(f"{url}/v1/uploads/{id}").json()["status"] for id in made]
+    found = [httpx.get(f"{url}/v1/uploads/{id}", timeout=60).json()["status"] for id in made]
     assert found == ["completed", "cancelled"]
 
 

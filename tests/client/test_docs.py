@@ -78,7 +78,6 @@ def test_the_page_can_be_followed_twice_in_one_shell(page, place, url, tmp_path)
         ["bash", "-euo", "pipefail", "-c", script],
         capture_output=True,
         text=True,
-        timeout=250,
         cwd=tmp_path,
         env=environment,
     )

@@ -161,7 +161,7 @@ async def closed_under_its_reader(client):
     reader = asyncio.ensure_future(anext(stream, "the end"))
     await asyncio.sleep(0)
     await stream.close()
-    return await asyncio.wait_for(reader, 30)
+    return await asyncio.wait_for(reader, 60)
 
 
 async def test_a_stream_that_another_task_reads_is_closed_and_its_reader_sees_the_end(silent):

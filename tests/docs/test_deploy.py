@@ -238,7 +238,7 @@ def test_the_builder_is_given_all_that_the_setup_reads_and_nothing_private(tmp_p
 
 
 def test_the_probe_of_the_image_asks_a_route_that_needs_no_key(url):
-    assert httpx.get(f"{url}/health/ready").status_code == 200
+    assert httpx.get(f"{url}/health/ready", timeout=60).status_code == 200
     from mpic.server.auth import OPEN
 
     assert "/health/ready" in OPEN and "/health/ready" in dict(instructions())["HEALTHCHECK"]

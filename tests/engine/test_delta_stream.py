@@ -28,7 +28,7 @@ def texts_on_a_loop(stream: DeltaStream, begin=lambda: None) -> list[str]:
         asyncio.get_running_loop().call_later(0.01, begin)
         return [delta.text async for delta in stream]
 
-    return asyncio.run(asyncio.wait_for(read(), 30))
+    return asyncio.run(asyncio.wait_for(read(), 60))
 
 
 def test_a_reader_gets_the_deltas_in_order_up_to_the_last():

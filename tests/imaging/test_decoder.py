@@ -267,7 +267,7 @@ def run(script, *args):
     """Runs a script as a process and returns its output."""
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, args)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 def ended(pid):

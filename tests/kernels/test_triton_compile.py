@@ -18,7 +18,7 @@ def test_kernels_compile_for_gpus_that_are_not_there(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     command = [sys.executable, Path(__file__).with_name("compile_kernels.py"), "80", "90"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     kernels = {(one["kernel"], one["arch"]) for one in found}

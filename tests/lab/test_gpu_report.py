@@ -224,7 +224,7 @@ def on_a_bare_machine(tmp_path, *words) -> str:
     """The output of an interpreter that has only a bare machine's packages, without an installed ``mpic``."""
     site = bare_site.make(tmp_path / "site")
     environment = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "OMP_NUM_THREADS", "TMPDIR")}
-    where = {"env": environment | {"PYTHONPATH": str(site)}, "cwd": site, "timeout": 200}
+    where = {"env": environment | {"PYTHONPATH": str(site)}, "cwd": site}
     command = [sys.executable, "-S", *map(str, words)]
     done = subprocess.run(command, **where, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

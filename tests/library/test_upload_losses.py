@@ -146,7 +146,6 @@ IN_PLACE = {
 }
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("what", IN_PLACE)
 def test_what_is_no_file_in_the_place_of_an_original_is_never_waited_for(open_library, what):
     library = open_library(check=False)

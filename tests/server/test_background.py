@@ -112,7 +112,7 @@ async def test_an_outcome_is_recorded_once_the_disk_and_the_library_allow_it(
         set_state = server.library.files.set_state
         server.library.files.set_state = refused = Mock(side_effect=fault("for now"))
         id = (await server.upload()).json()["id"]
-        await wait_until(lambda: refused.call_count > 8, seconds=5)
+        await wait_until(lambda: refused.call_count > 8)
         refused.side_effect = set_state
         assert (await server.settled(id))["state"] == state
         assert len(server.engine.compiled) == 1

@@ -171,8 +171,8 @@ async def test_an_error_in_a_stream_is_an_event(server):
 
 
 async def test_a_stream_that_waits_long_for_its_first_token_begins_with_comments(server, monkeypatch):
-    monkeypatch.setattr(chat, "PATIENCE", 0.05)
     usual = (await server.ask(stream=True)).text
+    monkeypatch.setattr(chat, "PATIENCE", 0.05)
     server.engine.pause = 0.3
     answer = await server.ask(stream=True)
     waited = answer.text.rpartition(": waiting\n\n")

@@ -259,7 +259,7 @@ async def test_probes_are_answered_while_requests_hold_all_threads(server, monke
 
     def hold(*args, **options):
         held.release()
-        going.wait(30)
+        going.wait(120)
         raise FileNotFound("no file", id="x")
 
     monkeypatch.setattr(server.library.files, "get", hold)
@@ -268,7 +268,7 @@ async def test_probes_are_answered_while_requests_hold_all_threads(server, monke
     try:
         await wait_until(lambda: held._value == threads)
         for path in ("/health/live", "/health/ready", "/health/ready"):
-            assert (await asyncio.wait_for(server.http.get(path), 10)).status_code == 200
+            assert (await asyncio.wait_for(server.http.get(path), 60)).status_code == 200
         assert held._value == threads
     finally:
         going.set()
@@ -280,7 +280,7 @@ async def test_a_disk_that_does_not_answer_is_told_and_asked_once(server):
 
     def hang():
         asked.append(1)
-        going.wait(30)
+        going.wait(120)
 
     probe = server.app.state.mpic.probe
     probe._check, probe._patience = hang, 0.05

@@ -29,7 +29,7 @@ class StandStill(FileSystem):
         def wait(*args):
             if self.armed:
                 self.reached.set()
-                self.stuck |= not self.go.wait(20)
+                self.stuck |= not self.go.wait(60)
             return original(*args)
 
         setattr(self, call, wait)
@@ -104,7 +104,7 @@ class BusyEngine(FakeEngine):
         if not chunks:
             return
         self.reached.set()
-        self.stuck |= not self.go.wait(20)
+        self.stuck |= not self.go.wait(60)
         self.done += [("forgotten", chunk.key) for chunk in chunks]
 
     def compile(self, chunk, *asked):

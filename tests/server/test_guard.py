@@ -52,7 +52,7 @@ async def test_the_bodies_of_all_requests_under_way_take_bounded_memory_and_give
         tasks = [asyncio.ensure_future(http.post("/", content=bytes(100))) for _ in range(BODIES // 2)]
         while len(read) < len(tasks):
             await asyncio.sleep(0.01)
-        refused = await asyncio.wait_for(http.post("/", content=b"1"), 20)
+        refused = await asyncio.wait_for(http.post("/", content=b"1"), 60)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_bytes")
         assert refused.headers["retry-after"]
         going.set()

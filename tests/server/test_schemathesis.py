@@ -27,7 +27,7 @@ def test_every_answer_matches_its_description(keyed, tmp_path, fuzz):
     command += ["--checks", "all", "--phases", "examples,coverage,fuzzing", "--no-color"]
     command += ["--max-examples", str(fuzz or 6), "--suppress-health-check", "all"]
     command += ["-H", f"Authorization: Bearer {secret}", f"{url}/openapi.json"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=280 + 20 * fuzz)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-12_000:] + done.stderr[-2_000:]
-    assert httpx.get(f"{url}/health/ready", timeout=60).json() == {"ready": True}
+    assert httpx.get(f"{url}/health/ready").json() == {"ready": True}
     keys.revoke(secret)

@@ -26,7 +26,7 @@ from mpic.server import shutdown
 from mpic.server.descriptors import RESERVE
 
 TESTS = Path(__file__).parents[1]
-PATIENCE = 30  # seconds, for a machine that is busy; nothing here should take more than a few
+PATIENCE = 120  # seconds, for a machine that is busy; nothing here should take more than a few
 
 WATCHED = """
 import ctypes, importlib.util, logging, signal, sys, threading, time

@@ -442,7 +442,7 @@ def test_a_file_over_a_socket_comes_in_as_a_body_and_goes_out_in_ranges(keyed, t
     secret, _ = keys.create(f"parts-{next(names)}")
     path = tmp_path / "words.txt"
     path.write_bytes(TEXT)
-    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {secret}"}) as http:
+    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {secret}"}, timeout=60) as http:
         with path.open("rb") as file:
             made = http.put("/v1/files/WORDS", content=file).json()
         where = f"/v1/files/{made['id']}/content"

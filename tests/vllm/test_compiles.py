@@ -217,7 +217,6 @@ def test_what_vllm_gives_up_because_it_is_being_stopped_is_no_failure(engine, mo
         engine.submit(request()).result()
 
 
-@pytest.mark.timeout(30)
 def test_a_compile_ends_when_vllm_dies_while_its_chunk_is_written(engine, monkeypatch):
     monkeypatch.setattr(exported, "read_compiled", READ)
     engine.client.go.set()
@@ -257,7 +256,6 @@ def compiles_of_the_queue(engine, *waited) -> int:
     return engine.client.compiles - SLOTS
 
 
-@pytest.mark.timeout(60)
 def test_a_queued_compile_that_nobody_waits_for_any_more_leaves_the_queue(engine, queue):
     for number in range(5):
         queue(text_chunk(ids(number, 5))).cancel()
@@ -265,14 +263,12 @@ def test_a_queued_compile_that_nobody_waits_for_any_more_leaves_the_queue(engine
     assert compiles_of_the_queue(engine) == 0
 
 
-@pytest.mark.timeout(60)
 def test_a_queued_compile_goes_on_while_somebody_waits_for_it(engine, queue):
     one, other = queue(CHUNK), queue(CHUNK, 2)
     one.cancel()
     assert compiles_of_the_queue(engine, other) == 1
 
 
-@pytest.mark.timeout(60)
 def test_a_chunk_asked_for_again_while_its_compile_leaves_the_queue_is_compiled(engine, queue, monkeypatch):
     left, remove = threading.Event(), compiling.shutil.rmtree
     monkeypatch.setattr(compiling.shutil, "rmtree", lambda *a, **b: left.wait(20) and remove(*a, **b))
@@ -285,7 +281,6 @@ def test_a_chunk_asked_for_again_while_its_compile_leaves_the_queue_is_compiled(
     assert compiles_of_the_queue(engine, again) == 1
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("kept", [True, False])
 def test_those_who_leave_and_join_while_a_compile_ends_are_counted_as_users_of_its_file(
     engine, monkeypatch, kept
@@ -317,7 +312,6 @@ def test_those_who_leave_and_join_while_a_compile_ends_are_counted_as_users_of_i
     until(lambda: not compiler.check())
 
 
-@pytest.mark.timeout(60)
 def test_closing_gives_up_compiles_that_wait_or_that_vllm_computes(engine, queue):
     waiting = [queue(text_chunk(ids(number, 5))) for number in range(5)]
     computing = [engine.compile(text_chunk(ids(100 + i, 5))) for i in range(SLOTS)]
@@ -328,7 +322,6 @@ def test_closing_gives_up_compiles_that_wait_or_that_vllm_computes(engine, queue
             future.result(20)
 
 
-@pytest.mark.timeout(60)
 def test_closing_gives_up_a_compile_that_has_not_looked_into_the_store_yet(engine, monkeypatch):
     looking, closed, look = threading.Event(), threading.Event(), engine._store.open
 
@@ -346,7 +339,6 @@ def test_closing_gives_up_a_compile_that_has_not_looked_into_the_store_yet(engin
         compiled.result(20)
 
 
-@pytest.mark.timeout(60)
 def test_closing_waits_for_a_chunk_that_vllm_has_computed_and_keeps_it(engine, monkeypatch):
     reading, read, made = threading.Event(), threading.Event(), exported.read_compiled
 

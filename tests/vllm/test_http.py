@@ -19,7 +19,7 @@ import pytest
 import vllm_kit as kit
 
 ROOT = Path(__file__).resolve().parents[2]
-START_SECONDS = 240
+START_SECONDS = 600
 PORTS = 3
 """Ports that are tried."""
 

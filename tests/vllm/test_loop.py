@@ -35,7 +35,6 @@ def engine(monkeypatch):
         yield engine
 
 
-@pytest.mark.timeout(30)
 def test_a_request_aborted_before_its_first_step_ends_its_stream(engine):
     go = hold(engine)
     stream = engine.submit(request())
@@ -45,7 +44,6 @@ def test_a_request_aborted_before_its_first_step_ends_its_stream(engine):
     assert engine.counters["finished_abort"] == 1
 
 
-@pytest.mark.timeout(30)
 def test_a_request_that_comes_while_the_engine_closes_ends_with_an_error(engine):
     go = hold(engine)
     stream = engine.submit(request())
@@ -57,7 +55,6 @@ def test_a_request_that_comes_while_the_engine_closes_ends_with_an_error(engine)
     closing.join()
 
 
-@pytest.mark.timeout(30)
 def test_an_answer_that_ends_by_a_stop_string_says_which_chunks_were_computed_instead(engine):
     engine.client.go.set()
     prompt = prompt_of(ids(1, 9), CHUNK, ids(2, 3))
@@ -67,7 +64,6 @@ def test_an_answer_that_ends_by_a_stop_string_says_which_chunks_were_computed_in
     assert (use.tier, use.reason, use.reused) == ("none", "corrupt", 0) and answer.usage.reused == 0
 
 
-@pytest.mark.timeout(30)
 def test_a_chunk_that_was_computed_before_a_search_is_not_reported_as_reused_after_it(engine):
     engine.client.go.set()
     found = text_chunk(ids(6, 5))
@@ -113,7 +109,6 @@ def interrupted(engine, monkeypatch):
     return seen
 
 
-@pytest.mark.timeout(30)
 def test_an_answer_whose_chunk_was_lost_when_it_was_preempted_goes_on_where_it_was(engine, interrupted):
     prompt = prompt_of(ids(1, 9), CHUNK, ids(2, 3))
     request = request_of(prompt, "reuse", 6, seed=7, logprobs=1, stop=("f",))
@@ -133,7 +128,6 @@ def test_an_answer_whose_chunk_was_lost_when_it_was_preempted_goes_on_where_it_w
     )
 
 
-@pytest.mark.timeout(30)
 def test_an_answer_that_was_taken_up_again_in_a_call_searches_and_goes_on(engine, interrupted):
     found = text_chunk(ids(6, 5))
     lookup = Lookup([0, 0], found)
@@ -147,14 +141,12 @@ def test_an_answer_that_was_taken_up_again_in_a_call_searches_and_goes_on(engine
     assert (usage.completion_tokens, usage.prompt_tokens) == (5, len(after) - 3)
 
 
-@pytest.mark.timeout(30)
 def test_a_file_system_without_hard_links_costs_a_compile_and_no_answer(engine, interrupted, monkeypatch):
     monkeypatch.setattr(spool.os, "link", Mock(side_effect=OSError(errno.EPERM, "there are none")))
     answer = engine.submit(request_of(prompt_of(ids(1, 9), CHUNK, ids(2, 3)), "reuse", 6)).result()
     assert answer.token_ids == tuple(Stub.answer[:6]) and engine.client.compiles == 2
 
 
-@pytest.mark.timeout(30)
 def test_an_answer_whose_chunks_are_lost_again_and_again_ends(engine, interrupted):
     interrupted.times = 3
     with pytest.raises(MPICError, match="gone"):

@@ -11,8 +11,6 @@ import pytest
 from mpic.engine.vllm.frontend.loop_thread import LoopThread
 from mpic.errors import EngineStopped
 
-pytestmark = pytest.mark.timeout(30)
-
 
 @pytest.fixture
 def thread():

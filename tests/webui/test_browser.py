@@ -27,6 +27,8 @@ from small_models import SMALL_SAMPLES
 from mpic.keys import KeyLimits
 
 ANSWER = "The tower is taller than the museum – by far."
+LONG = 100
+"""Repetitions of an answer that is stopped: more than a slow browser waits for before it presses a button."""
 
 
 def test_files_that_are_dropped_get_handles_and_are_asked_about(fake, open_page, tmp_path):
@@ -37,11 +39,13 @@ def test_files_that_are_dropped_get_handles_and_are_asked_about(fake, open_page,
     page.wait_for_selector("#library [data-handle='IMAGE#RED_CAT'][data-state=ready] img")
     until(page, "document.querySelector('#library img').naturalWidth > 0")
     ask(page, "IMAGE#RED_CAT FILE#VERA What is it?")
-    assert questions(page) == ["IMAGE#RED_CAT FILE#VERA What is it?"] and ANSWER in page.inner_text("#bot")
+    until(page, lambda: questions(page) == ["IMAGE#RED_CAT FILE#VERA What is it?"])
+    until(page, lambda: ANSWER in page.inner_text("#bot"))
     page.click(f"{ANSWERED} summary")
+    until(page, lambda: "36 reused" in page.inner_text(".mpic-blocks"))
     strip = page.locator(".mpic-strip span")
     assert {c for c in (one.get_attribute("class") for one in strip.all())} == {"s-device", "s-new"}
-    assert "36 reused" in page.inner_text(".mpic-blocks") and page.locator(".mpic-blocks img").count() == 1
+    assert page.locator(".mpic-blocks img").count() == 1
 
 
 def test_a_file_that_is_dropped_beside_the_box_is_added_too(fake, open_page):
@@ -62,22 +66,22 @@ def test_comparing_answers_again_without_reuse_and_marks_what_differs(fake, open
     fake.engine.answer = "The tower is smaller than the museum – by far."
     page.click("[data-do=compare]")
     page.wait_for_selector(".mpic-verdict")
-    assert page.locator("mark").all_inner_texts() == ["taller", "smaller"]
+    until(page, lambda: page.locator("mark").all_inner_texts() == ["taller", "smaller"])
     assert page.locator(".mpic-head code").all_inner_texts() == ["mpic-16", "full"]
     assert "The answers differ" in page.inner_text(".mpic-verdict")
     assert page.locator(".mpic-strip").count() == 2
 
 
 def test_an_answer_is_stopped_and_what_was_written_is_kept(fake, open_page):
-    fake.engine.pause = 0.2
+    fake.engine.pause, fake.engine.answer = 0.2, " ".join([ANSWER] * LONG)
     page = open_page(fake.url)
     begin(page, "Tell me")
     page.click("#stop")
     page.wait_for_selector(".mpic-hint:text-is('Stopped.')")
     until(page, lambda: not fake.engine.held)
-    assert page.locator("#stop").count() == 0 or not page.locator("#stop").is_visible()
+    until(page, lambda: not page.locator("#stop").is_visible())
     until(page, lambda: kept(page) and kept(page)[0][1].startswith("The tower"))
-    assert ANSWER not in kept(page)[0][1]
+    assert fake.engine.answer not in kept(page)[0][1]
 
 
 def test_a_tab_that_is_closed_ends_the_servers_work(fake, open_page):
@@ -102,7 +106,7 @@ def test_questions_are_answered_again_edited_and_taken_back(fake, open_page):
     page.locator("[aria-label=Submit]").first.click()
     # the box shows the new words, beside the old answers, before the server has been asked
     until(page, lambda: "A third answer." in page.inner_text("#bot") and answered(page, 2))
-    assert questions(page) == ["First", "Two"]
+    until(page, lambda: questions(page) == ["First", "Two"])
     page.click("[aria-label=Undo]")
     until(page, lambda: questions(page) == ["First"] and page.input_value(BOX) == "Two")
     page.on("dialog", lambda dialog: dialog.accept())
@@ -114,7 +118,7 @@ def test_a_chat_is_asked_one_thing_at_a_time(fake, open_page):
     page = open_page(fake.url)
     ask(page, "One")
     ask(page, "Two")
-    fake.engine.pause, fake.engine.answer = 0.2, "A very slow answer." * 20
+    fake.engine.pause, fake.engine.answer = 0.2, "A very slow answer." * LONG
     page.click("[aria-label=Retry]")
     until(page, lambda: "A very" in page.inner_text("#bot"))
     send(page, "Three")
@@ -122,7 +126,7 @@ def test_a_chat_is_asked_one_thing_at_a_time(fake, open_page):
     page.locator("[data-do=delete]").first.dispatch_event("click")
     fake.engine.pause = 0.0
     until(page, lambda: fake.engine.answer in page.inner_text("#bot") and answered(page, 2))
-    assert questions(page) == ["One", "Two"] and page.input_value(BOX) == "Three"
+    until(page, lambda: questions(page) == ["One", "Two"] and page.input_value(BOX) == "Three")
     page.press(BOX, "Enter")
     until(page, lambda: questions(page) == ["One", "Two", "Three"] and answered(page, 3))
     until(page, lambda: len(kept(page)) == 3 and page.input_value(BOX) == "")
@@ -150,13 +154,13 @@ def test_an_event_that_begins_while_the_stream_of_results_ends_is_heard(fake, op
 @pytest.mark.parametrize("leave, left", [("new", ["One"]), ("delete", [])])
 def test_a_chat_that_is_left_while_it_is_answered_does_not_return(fake, open_page, leave, left):
     page = open_page(fake.url)
-    fake.engine.pause, fake.engine.answer = 0.2, "A very slow answer that nobody waits for." * 10
+    fake.engine.pause, fake.engine.answer = 0.2, "A very slow answer that nobody waits for." * LONG
     send(page, "One")
     until(page, lambda: "A very" in page.inner_text("#bot") and len(kept(page)) == 1)
     page.on("dialog", lambda dialog: dialog.accept())
     page.locator(f"#store [data-act={leave}]").first.click()
     until(page, lambda: questions(page) == [] and not page.locator("#stop").is_visible())
-    assert page.locator("body[data-answering]").count() == 0
+    until(page, lambda: page.locator("body[data-answering]").count() == 0)
     page.reload()
     page.wait_for_selector("body[data-ready]")
     assert questions(page) == []
@@ -167,7 +171,7 @@ def test_a_chat_that_is_left_while_it_is_answered_does_not_return(fake, open_pag
 @pytest.mark.parametrize("leave", ["new", "delete"])
 def test_a_quick_answer_after_a_chat_was_left_is_kept(fake, open_page, leave):
     page = open_page(fake.url)
-    fake.engine.pause, fake.engine.answer = 0.2, "A very slow answer that nobody waits for." * 10
+    fake.engine.pause, fake.engine.answer = 0.2, "A very slow answer that nobody waits for." * LONG
     send(page, "One")
     until(page, lambda: "A very" in page.inner_text("#bot") and len(kept(page)) == 1)
     page.on("dialog", lambda dialog: dialog.accept())
@@ -185,14 +189,14 @@ def test_chats_outlast_reloads_and_restarts_and_can_be_exported(fake, open_page)
     page.fill(BOX, "a draft")
     page.reload()
     page.wait_for_selector(ANSWERED)
-    assert page.input_value(BOX) == "a draft"
+    until(page, lambda: page.input_value(BOX) == "a draft")
     fake.stop()
     send(page, "Are you there?")
     page.wait_for_selector("#mpic-notice:has-text('does not answer')")
     with page.expect_event("load"):
         fake.start()
     page.wait_for_selector("body[data-ready]")
-    assert page.input_value(BOX) == "Are you there?"
+    until(page, lambda: page.input_value(BOX) == "Are you there?")
     page.press(BOX, "Enter")
     until(page, lambda: page.locator(ANSWERED).count() == 2)
     with page.expect_download() as exported:
@@ -231,7 +235,7 @@ def test_two_tabs_with_one_chat_lose_nothing(fake, open_page):
     until(one, lambda: len(questions(one)) == 4 and answered(one, 4))
     until(two, lambda: len(questions(two)) == 4 and answered(two, 4))
     until(one, lambda: sorted(kept(one)) == [[name, ANSWER] for name in ("Four", "One", "Three", "Two")])
-    assert sorted(kept(two)) == sorted(kept(one))
+    until(two, lambda: sorted(kept(two)) == sorted(kept(one)))
 
 
 def test_handles_are_completed_by_keyboard_while_one_types(fake, open_page):
@@ -245,10 +249,12 @@ def test_handles_are_completed_by_keyboard_while_one_types(fake, open_page):
     second = options.nth(1).inner_text()
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
-    assert page.input_value(BOX) == f"look at {second} " and questions(page) == []
+    until(page, lambda: page.input_value(BOX) == f"look at {second} ")
+    assert questions(page) == []
     page.keyboard.type("and IMAGE#B")
     page.keyboard.press("Escape")
-    assert not page.locator("#mpic-handles").is_visible() and focused(page) == "Your question"
+    until(page, lambda: not page.locator("#mpic-handles").is_visible())
+    assert focused(page) == "Your question"
 
 
 def test_the_page_is_used_without_a_mouse(fake, open_page):
@@ -256,10 +262,10 @@ def test_the_page_is_used_without_a_mouse(fake, open_page):
     page.focus(BOX)
     page.keyboard.type("Hello")
     page.keyboard.press("Enter")
-    page.wait_for_selector(ANSWERED)
+    until(page, lambda: answered(page, 1))
     page.focus(f"{ANSWERED} summary")
     page.keyboard.press("Enter")
-    assert page.locator(".mpic-strip").is_visible()
+    page.wait_for_selector(".mpic-strip")
     tab_to(page, "Compare: answer again without reuse, side by side")
     page.keyboard.press("Enter")
     page.wait_for_selector(".mpic-verdict")
@@ -271,7 +277,9 @@ def test_a_file_is_opened_renamed_and_deleted(fake, open_page):
     ask(page, "FILE#NOTES What?")
     page.click("#library [data-do=open]")
     page.wait_for_selector(".mpic-document:has-text('Second line.')")
-    page.fill("#handle input, #handle textarea", "PAPER")
+    handle = "#handle input, #handle textarea"
+    until(page, lambda: page.input_value(handle) == "NOTES")
+    page.fill(handle, "PAPER")
     page.click("#rename")
     page.wait_for_selector("#library [data-handle='FILE#PAPER']")
     open_tab(page, "Chat")
@@ -337,7 +345,7 @@ def test_a_login_that_has_ended_is_told_and_chats_belong_to_their_user(fake, ope
     page.wait_for_selector("#mpic-notice:has-text('Your login has ended')")
     page.click("#mpic-notice a")
     log_in(page, bob)
-    assert questions(page) == [] and page.locator("#store [data-act=open]").count() == 0
+    until(page, lambda: questions(page) == [] and page.locator("#store [data-act=open]").count() == 0)
     assert page.locator("text=The server now").count() == 0  # for administrators
     page.click("button:text-is('Log out')")
     page.wait_for_selector("#key")
@@ -364,5 +372,4 @@ def test_axe_finds_nothing_in_our_own_parts(fake, open_page, scheme, device):
             audit.look(page)
     own = [found for found in audit.violations if "mpic" in found]
     assert audit.views >= 2 and own == []
-    wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
-    assert wide <= 0
+    until(page, "document.documentElement.scrollWidth <= innerWidth")

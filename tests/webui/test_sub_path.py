@@ -89,15 +89,15 @@ def test_page_and_api_work_below_a_path_behind_nginx(fake, open_page, behind, st
     with MPIC(url, key) as client:
         assert [file.handle for file in client.files.list()] == ["VERA"]
         assert client.chat.completions.create("FILE#VERA Who?").text
-    assert httpx.get(f"{url}/openapi.json").json()["servers"] == [{"url": "/tools/mpic"}]
-    assert "href=openapi.json" in httpx.get(f"{url}/docs").text
+    assert httpx.get(f"{url}/openapi.json", timeout=60).json()["servers"] == [{"url": "/tools/mpic"}]
+    assert "href=openapi.json" in httpx.get(f"{url}/docs", timeout=60).text
 
 
 @pytest.mark.parametrize(
     "prefix", ["//evil.example", "/a/../b", "/ui", "/v1/x", "mpic", "/" + "a" * 100, "/a b", "/a\\b"]
 )
 def test_a_prefix_that_is_no_path_is_refused(fake, prefix):
-    answer = httpx.get(fake.base, headers={"x-forwarded-prefix": prefix})
+    answer = httpx.get(fake.base, headers={"x-forwarded-prefix": prefix}, timeout=60)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "X-Forwarded-Prefix"
 
 
@@ -128,7 +128,7 @@ def test_a_page_alone_shows_another_server_with_the_visitors_key(fake, open_page
 def test_a_page_alone_takes_no_key_for_metrics(fake):
     key, _ = fake.keys.create("prometheus", "metrics")
     with serving(standalone(fake.base)) as url:
-        answer = httpx.post(f"{url}/ui/login", data={"key": key})
+        answer = httpx.post(f"{url}/ui/login", data={"key": key}, timeout=60)
     assert answer.status_code == 403 and "metrics only" in answer.text and "set-cookie" not in answer.headers
 
 
@@ -152,6 +152,6 @@ def test_gradios_client_calls_nothing_and_reads_no_file(fake, tmp_path):
 def test_a_page_alone_says_that_its_server_is_away():
     with serving(standalone("http://127.0.0.1:1")) as url:
         for path in ("ui/", "ui/thumbs/file-x"):
-            answer = httpx.get(f"{url}/{path}")
+            answer = httpx.get(f"{url}/{path}", timeout=60)
             assert answer.status_code == 503 and "127.0.0.1:1" in answer.json()["error"]["message"]
-        assert httpx.post(f"{url}/ui/login", data={"key": "mpic_x"}).status_code == 503
+        assert httpx.post(f"{url}/ui/login", data={"key": "mpic_x"}, timeout=60).status_code == 503
