@@ -45,7 +45,7 @@ class Lookup(Retrieval):
     def search(self, call: str) -> SearchResult:
         self.calls.append(call)
         self.searching.set()
-        assert self.gate.wait(20)
+        assert self.gate.wait(60)
         if self.error is not None:
             raise self.error
         return SearchResult("what?", tuple(Hit(c, {"id": c.label}) for c in self.chunks))
@@ -83,7 +83,7 @@ def searching(engine, policy: str, tokens: int):
     lookup = Lookup(call, b)
     lookup.gate.clear()
     stream = ask(engine, prompt, policy, tokens, lookup)
-    assert lookup.searching.wait(20)
+    assert lookup.searching.wait(60)
     return prompt, lookup, stream
 
 

@@ -178,7 +178,7 @@ def test_closing_ends_the_requests_of_other_threads(build, tmp_path, monkeypatch
     asking.start()
     assert began.wait(60)
     client.close()
-    asking.join(20)
+    asking.join(60)
     assert len(errors) == 1 and ("has ended" in errors[0] or "was closed" in errors[0])
     assert build.engines[0].closed
     assert_free(tmp_path)

@@ -149,8 +149,8 @@ def test_a_stream_that_another_thread_reads_is_closed_and_its_reader_sees_the_en
         while not stream._chunks.gi_running:
             reader.join(0.01)
         stream.close()
-        assert left.wait(30)
-        reader.join(30)
+        assert left.wait(60)
+        reader.join(60)
         assert read == ["the end"]
 
 

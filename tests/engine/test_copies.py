@@ -323,5 +323,5 @@ def test_closing_waits_for_what_is_read_back(make_engine):
     closing = started(engine.close, name="closing")
     readback.go.set()
     closing.join(60)
-    assert len(store.chunks) == 3 and all(future.result(1) == 40 for future in futures)
+    assert len(store.chunks) == 3 and all(future.result(60) == 40 for future in futures)
     assert not any(chunk.kv.isnan().any() for chunk in store.chunks.values())

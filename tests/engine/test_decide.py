@@ -38,7 +38,7 @@ def test_requests_of_one_policy_are_decided_in_one_pass_and_answer_as_alone(name
     a, b, c = chunks_of(name)
     prompts = [prompt_of(ids(1, 6), a, ids(2, 3), b, ids(4, 4)), prompt_of(ids(5, 2), c, a, ids(6, 7))]
     for chunk in (a, b, c):
-        engine.compile(chunk).result(30)
+        engine.compile(chunk).result(60)
     for policy in ("cacheblend-25", "a3-25"):
         before = engine.decider.counters["deciding_passes"]
         got = ask_together(engine, [(prompt, policy) for prompt in prompts])
@@ -51,7 +51,7 @@ def test_what_has_been_decided_is_answered_before_the_next_prompt_is_looked_at(m
     """Else every request of a long queue would wait for all of them to be looked at."""
     engine = make_engine()
     for chunk in CHUNKS:
-        engine.compile(chunk).result(30)
+        engine.compile(chunk).result(60)
     monkeypatch.setattr(decide, "MOST_ROWS", 1)
     events = []
     look, take = engine.decider._look, engine.outputs.take
@@ -68,7 +68,7 @@ def test_policies_that_look_for_different_things_and_too_many_rows_take_passes_o
 ):
     engine = make_engine()
     for chunk in CHUNKS:
-        engine.compile(chunk).result(30)
+        engine.compile(chunk).result(60)
     policies = ["cacheblend-15", "a3-25", "cacheblend-40"]
     asked = list(zip(PROMPTS, policies, strict=True))
     expected = [expected_of("llama", *one) for one in asked]
@@ -83,7 +83,7 @@ def test_policies_that_look_for_different_things_and_too_many_rows_take_passes_o
 def test_a_pass_that_fails_fails_its_own_requests_alone(make_engine, monkeypatch):
     engine = make_engine()
     for chunk in CHUNKS:
-        engine.compile(chunk).result(30)
+        engine.compile(chunk).result(60)
     look = engine.decider._look
 
     def broken(group):

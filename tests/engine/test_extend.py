@@ -129,7 +129,7 @@ def test_a_request_that_is_preempted_while_it_searches_goes_on_where_it_was(make
         done.set()
 
     engine._post(make_way)
-    assert done.wait(20)
+    assert done.wait(60)
     engine.check()
     assert engine.stats()["running"] == engine.stats()["waiting"] == 0 and engine.stats()["searching"] == 1
     lookup.gate.set()

@@ -83,7 +83,7 @@ def test_closing_the_engine_while_a_request_searches_fails_it(make_engine):
     with pytest.raises(Exception, match="stopped"):
         stream.result()
     lookup.gate.set()
-    closing.join(20)
+    closing.join(60)
     assert not closing.is_alive()
 
 
@@ -158,7 +158,7 @@ def test_a_prefix_that_another_request_splits_during_the_search_stays_mapped_as_
     lookup = Lookup(call, b)
     lookup.gate.clear()
     paused = ask(engine, prompt, policy, SAID + 4, lookup)
-    assert lookup.searching.wait(20)
+    assert lookup.searching.wait(60)
     ask(engine, prompt_of([*text[:20], 7, 8, 9]), policy, 1).result()
     lookup.gate.set()
     assert_same(logits_of(paused, SAID + 4), expected)

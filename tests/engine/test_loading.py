@@ -360,7 +360,7 @@ def test_a_chunk_deleted_during_its_load_serves_earlier_requests_and_nobody_else
     deleting = started(lambda: engine.forget(STORED))
     store.allow(99)
     assert_oracle("llama", PROMPT, "mpic-4", link)
-    deleting.join(30)
+    deleting.join(60)
     assert not engine.device.chunks
     again = submit(engine, PROMPT).result().usage
     assert (again.prefix_hit, again.chunks[0].tier) == (0, "compiled")
@@ -400,7 +400,7 @@ def test_closing_does_not_wait_for_the_loads_that_a_step_waits_for(stored):
     with pytest.raises(EngineStopped):
         link.result()
     store.allow(99)  # the read under way is the only thing left
-    closing.join(30)
+    closing.join(60)
     assert not closing.is_alive()
 
 

@@ -68,7 +68,7 @@ def test_packets_have_a_recipe_of_their_own_and_those_of_another_adapter_are_not
     store, prompt = MemoryStore(), prompt_of(ids(1, 6), DOCUMENT, ids(4, 5))
     engine = make_engine(store=store)
     for wrapping in (Wrapping(), PACKET):
-        engine.compile(DOCUMENT, wrapping).result(30)
+        engine.compile(DOCUMENT, wrapping).result(60)
     keys = {key.recipe.packet: key for key in store.chunks}
     assert set(keys) == {"", adapter().digest}
     assert len(store.chunks[keys[adapter().digest]].inputs) == 21 + 8
@@ -85,7 +85,7 @@ def test_a_packet_that_is_read_again_from_the_store_answers_as_the_oracle(name, 
     store, prompt = MemoryStore(), prompt_over(name)
     first = make_engine(name, store=store)
     for chunk in prompt.chunks:
-        first.compile(chunk, PACKET).result(30)
+        first.compile(chunk, PACKET).result(60)
     expected_ids, expected = expected_of(name, prompt, "packet-7")
     for damaged in (False, True):  # a chunk that cannot be read is compiled again, from its embeddings
         engine = make_engine(name, store=store)
@@ -115,7 +115,7 @@ def test_an_engine_without_an_adapter_refuses_packets_and_does_not_offer_them(ma
     with pytest.raises(NoAdapter, match=r"model llama has none.*mpic train packet --model"):
         engine.submit(request_of(prompt_of(ids(1, 6), DOCUMENT, ids(4, 5)), "packet"))
     with pytest.raises(NoAdapter):
-        engine.compile(DOCUMENT, PACKET).result(30)
+        engine.compile(DOCUMENT, PACKET).result(60)
 
 
 def test_a_deleted_chunk_takes_its_packet_along(make_engine):

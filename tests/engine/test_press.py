@@ -62,7 +62,7 @@ def prompt_over(name: str, press: str):
 def kv_of(engine, chunk: Chunk, policy: str) -> torch.Tensor:
     """``[layers, 2, kv_heads, slots, head_dim]`` of a chunk as the engine keeps it, compiled if it is not there."""
     wrapping = parse_policy(policy).wrapping
-    engine.compile(chunk, wrapping).result(30)
+    engine.compile(chunk, wrapping).result(60)
     resident = engine.device.chunks[engine.linker.key(chunk, wrapping)]
     return engine.pool.view(resident.extent)[:, :, :, resident.first :].clone()
 
@@ -251,5 +251,5 @@ def test_policies_that_read_no_compiled_chunk_do_not_mind_a_press(make_engine):
 def test_leverage_scores_are_refused_where_positions_have_several_axes(make_engine):
     engine, chunk = make_engine("qwen2_vl"), pressed(DOCUMENT, "leverage-50")
     with pytest.raises(UnsupportedParameter, match="several axes"):
-        engine.compile(chunk).result(30)
+        engine.compile(chunk).result(60)
     assert parse_press("leverage-50").needs_positions

@@ -152,7 +152,7 @@ def test_an_upload_that_waits_for_such_a_load_ends_when_the_pressed_form_is_stor
     chunk = pressed(DOCUMENT, "knorm-50-5")
     for full in (False, True):
         store = MemoryStore()
-        make_engine(store=store).compile(DOCUMENT).result(30)
+        make_engine(store=store).compile(DOCUMENT).result(60)
         store.full, store.delay = full, 0.3
         engine = make_engine(store=store)
         stream = submit(engine, over(chunk), "mpic-5")
@@ -160,7 +160,7 @@ def test_an_upload_that_waits_for_such_a_load_ends_when_the_pressed_form_is_stor
         if full:
             assert isinstance(future.exception(30), StorageFull)
         else:
-            assert future.result(30) == 41 and any(key.recipe.press for key in store.chunks)
+            assert future.result(60) == 41 and any(key.recipe.press for key in store.chunks)
         assert stream.result().usage.chunks[0].tier == "disk"
 
 

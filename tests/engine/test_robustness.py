@@ -33,7 +33,7 @@ DOCUMENT = text_chunk(ids(1, 40))
 
 def prepared(engine) -> None:
     """Waits until all running preparations have ended."""
-    engine._preparation._ordinary.submit(lambda: None).result(30)
+    engine._preparation._ordinary.submit(lambda: None).result(60)
 
 
 def ask(engine, prompt, policy="mpic-4", tokens=6, **options):
@@ -100,8 +100,8 @@ def test_an_upload_in_a_step_that_failed_learns_whether_it_may_try_again(
     with monkeypatch.context() as patch:
         patch.setattr(engine.executor, "run", Mock(side_effect=raised))
         with pytest.raises(told):
-            engine.compile(DOCUMENT).result(30)
-    assert engine.compile(DOCUMENT).result(30) == 40
+            engine.compile(DOCUMENT).result(60)
+    assert engine.compile(DOCUMENT).result(60) == 40
 
 
 def test_an_upload_on_a_device_that_has_failed_for_good_is_left_for_the_next_start(make_engine, monkeypatch):
@@ -109,7 +109,7 @@ def test_an_upload_on_a_device_that_has_failed_for_good_is_left_for_the_next_sta
     for part in ("run", "wait"):
         monkeypatch.setattr(engine.executor, part, Mock(side_effect=RuntimeError("illegal memory access")))
     with pytest.raises(EngineStopped, match="illegal memory access"):
-        engine.compile(DOCUMENT).result(30)
+        engine.compile(DOCUMENT).result(60)
 
 
 # ---- deletion
@@ -129,10 +129,10 @@ def test_a_chunk_deleted_in_the_step_that_compiles_it_is_not_stored(make_engine,
     deleting: list[threading.Thread] = []
     monkeypatch.setattr(engine.executor, "run", deleted_meanwhile)
     ask(engine, prompt_of(ids(3, 5), DOCUMENT, ids(4, 9)))
-    deleting[0].join(30)
+    deleting[0].join(60)
     until(lambda: not engine.tombstones._unfinished)
     assert not store.chunks and not engine.device.chunks and not engine.tombstones._times
-    assert engine.compile(DOCUMENT).result(30) == 40 and store.chunks
+    assert engine.compile(DOCUMENT).result(60) == 40 and store.chunks
 
 
 def test_a_chunk_deleted_under_a_request_that_mapped_its_turns_fails_nobody_and_leaves_nothing(make_engine):
@@ -218,7 +218,7 @@ def test_a_document_deleted_just_after_it_was_seen_to_exist_is_not_stored(make_e
     library = Library.open(tmp_path)
     engine = make_engine(store=library.store)
     with pytest.raises(DeletedMeanwhile):
-        engine.compile(DOCUMENT, exists=lambda: engine.forget(DOCUMENT)).result(30)
+        engine.compile(DOCUMENT, exists=lambda: engine.forget(DOCUMENT)).result(60)
     with pytest.raises(FileNotFound):
         engine.compile(DOCUMENT, exists=Mock(side_effect=FileNotFound("it was deleted")))
     engine.close()
@@ -246,14 +246,14 @@ def test_a_document_deleted_while_a_request_is_prepared_is_not_remembered(make_e
 
     def slow(chunk):
         inside.set()
-        go.wait(30)
+        go.wait(60)
         return make(chunk)
 
     monkeypatch.setattr(engine.linker, "_make", slow)
     answers = []
     request = request_of(prompt_of(DOCUMENT, ids(1, 3)), "mpic-4", 2)
     thread = started(lambda: answers.append(engine.submit(request).result()))
-    inside.wait(30)
+    inside.wait(60)
     engine.forget(DOCUMENT)
     go.set()
     thread.join()
@@ -309,7 +309,7 @@ def test_options_that_nothing_can_be_drawn_by_end_their_request_alone(make_engin
     go.set()
     with pytest.raises(MPICError, match="TypeError"):
         broken.result()
-    assert len(other.result().token_ids) == 20 and upload.result(30) == 40
+    assert len(other.result().token_ids) == 20 and upload.result(60) == 40
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}])
@@ -359,13 +359,13 @@ def test_a_compile_of_a_resident_chunk_ends_although_the_next_request_needs_its_
     prepared(engine)
     stream = engine.submit(request_of(prompt_of(ids(1, 100)), "full", 20))
     go.set()
-    assert future.result(30) == 40
+    assert future.result(60) == 40
     assert len(stream.result().token_ids) == 20
 
 
 def test_a_compile_of_a_chunk_that_is_being_loaded_ends_with_the_load(make_engine):
     store = MemoryStore()
-    make_engine(store=store).compile(DOCUMENT).result(30)
+    make_engine(store=store).compile(DOCUMENT).result(60)
     store.delay = 0.3
     engine = make_engine(store=store)
     stream = engine.submit(request_of(prompt_of(DOCUMENT, ids(1, 3)), "reuse", 2))
@@ -375,7 +375,7 @@ def test_a_compile_of_a_chunk_that_is_being_loaded_ends_with_the_load(make_engin
     prepared(engine)
     store.open = find
     stream.result()
-    assert future.result(30) == 40
+    assert future.result(60) == 40
 
 
 def test_nobody_can_cancel_a_compile_and_so_stop_the_engine(make_engine):
@@ -384,7 +384,7 @@ def test_nobody_can_cancel_a_compile_and_so_stop_the_engine(make_engine):
     future = engine.compile(DOCUMENT)
     assert not future.cancel()
     go.set()
-    assert future.result(30) == 40
+    assert future.result(60) == 40
 
 
 def test_a_chunk_that_could_not_be_saved_and_was_evicted_is_not_called_corrupt(make_engine):
@@ -418,7 +418,7 @@ def test_a_request_that_arrives_while_the_engine_stops_fails(make_engine):
     closing = started(engine.close)
     until(lambda: engine._inbox.closed)
     go.set()
-    closing.join(30)
+    closing.join(60)
     with pytest.raises(EngineStopped):
         stream.result()
     assert isinstance(future.exception(30), EngineStopped)

@@ -75,7 +75,7 @@ def test_a_chunk_read_from_disk_is_traced_as_such(make_engine, content):
     _, document = content
     store = MemoryStore()
     first = make_engine("llama", store=store)
-    first.compile(document).result(30)
+    first.compile(document).result(60)
     first.close()
     second = make_engine("llama", store=store)
     usage = ask(second, prompt_of(ids(1, 6), document, ids(2, 3)), "reuse").usage

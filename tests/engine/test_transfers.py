@@ -60,7 +60,7 @@ def test_closing_writes_what_is_compiled_and_not_yet_at_the_writer(make_engine):
     closing = started(engine.close)
     store.go.set()
     closing.join(60)
-    assert len(store.chunks) == 4 and all(future.result(1) == 40 for future in futures)
+    assert len(store.chunks) == 4 and all(future.result(60) == 40 for future in futures)
 
 
 def test_a_chunk_that_cannot_be_copied_for_the_writer_is_not_saved_still_serves_and_holds_up_no_other(
@@ -80,13 +80,13 @@ def test_a_chunk_that_cannot_be_copied_for_the_writer_is_not_saved_still_serves_
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "to", scarce)
         with pytest.raises(OutOfMemory):
-            engine.compile(first).result(30)
+            engine.compile(first).result(60)
     until(lambda: not engine.transfers._unwritten)
     [resident] = engine.device.chunks.values()
     assert (resident.ready, resident.refs, engine.tombstones._unfinished) == (True, 0, [])
     assert engine.stats()["counters"]["save_failures"] == 1
     for chunk in (second, first):
-        assert engine.compile(chunk).result(30) == 40
+        assert engine.compile(chunk).result(60) == 40
     assert {key.chunk for key in store.chunks} == {first.key, second.key}
 
 
@@ -95,7 +95,7 @@ def test_a_chunk_that_cannot_be_copied_for_the_writer_is_not_saved_still_serves_
 
 def test_a_chunk_that_cannot_be_read_fails_and_is_compiled(make_engine, monkeypatch):
     store, chunk, lives = MemoryStore(), text_chunk(ids(200, 40)), []
-    make_engine(store=store).compile(chunk).result(30)
+    make_engine(store=store).compile(chunk).result(60)
     become = Resident.become
     monkeypatch.setattr(
         Resident, "become", lambda self, state, *more: (lives.append(state.value), become(self, state, *more))

@@ -102,7 +102,7 @@ def test_callers_are_served_in_order_so_small_images_do_not_overtake_a_large_one
     assert order == [0]  # the third would fit beside the first, but the second came before
     for i, hold in enumerate(holds):
         hold.set()
-        threads[i].join(20)
+        threads[i].join(60)
     assert order == [0, 1, 2] and budget.bytes == budget.running == 0
 
 
@@ -121,7 +121,7 @@ def test_when_too_many_wait_more_are_refused_but_not_the_engines_own():
     until(lambda: budget.waiting == 3)
     release.set()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert budget.running == 0
 
 
@@ -144,7 +144,7 @@ def test_users_take_turns_and_none_fills_the_line():
     assert refused == ["mallory"] * 31 and budget.waiting == 8 + 3
     release.set()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert order[:6] == ["mallory", "alice", "bob", "mallory", "alice", "mallory"]
     assert not (budget._line or budget._inside or budget._turns or budget.running)
 

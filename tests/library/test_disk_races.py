@@ -35,7 +35,7 @@ class Gate(FileSystem):
     def rename(self, source, target):
         if self.closed:
             self.reached.set()
-            assert self.go.wait(20)
+            assert self.go.wait(60)
         super().rename(source, target)
 
 
@@ -47,7 +47,7 @@ def test_a_chunk_deleted_while_it_is_saved_does_not_come_back(open_library, how)
     chunk = make_chunk(text_key("some text"))
     gate.closed = True
     saving = started(library.store.save, chunk)
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(60)
     if how == "one":
         drop(library.store, chunk.key, library.catalog)
     else:

@@ -227,7 +227,7 @@ class Meeting(FileSystem):
 
     def open(self, path):
         if self.waiting and path.parent.name == "tmp":  # read back to be decoded
-            self.barrier.wait(20)
+            self.barrier.wait(60)
         return super().open(path)
 
 

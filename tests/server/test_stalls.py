@@ -99,7 +99,7 @@ def watches(url):
     for watch in watches:
         watch.over.set()
     for watch in watches:
-        watch.join(30)
+        watch.join(60)
 
 
 @pytest.mark.parametrize("request_of", REQUESTS.values(), ids=REQUESTS)

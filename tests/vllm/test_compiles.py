@@ -42,9 +42,9 @@ def test_an_upload_after_a_deletion_does_not_join_an_earlier_compile(engine):
     again, third = engine.compile(CHUNK), engine.compile(CHUNK)
     time.sleep(0.2)  # they have found the first compile
     engine.client.go.set()
-    assert again.result(20) == third.result(20) == 5
+    assert again.result(60) == third.result(60) == 5
     with pytest.raises(DeletedMeanwhile):
-        first.result(20)
+        first.result(60)
     assert engine.client.compiles == 2
     assert engine._store.find([engine.compiler.key(CHUNK, BARE)])
 
@@ -56,7 +56,7 @@ def test_a_deletion_is_forgotten_when_what_began_before_it_has_ended_whatever_el
     younger = engine.tombstones.begin()
     assert engine.tombstones._times
     engine.client.go.set()
-    assert older.result(20) == 5
+    assert older.result(60) == 5
     assert not engine.tombstones._times
     engine.tombstones.end(younger)
 
@@ -99,7 +99,7 @@ def test_the_sizes_of_chunks_are_forgotten_by_content_while_others_are_remembere
 def test_a_chunk_deleted_just_after_it_was_seen_to_exist_is_not_stored(engine):
     engine.client.go.set()
     with pytest.raises(DeletedMeanwhile):
-        engine.compile(CHUNK, exists=lambda: engine.forget(CHUNK)).result(20)
+        engine.compile(CHUNK, exists=lambda: engine.forget(CHUNK)).result(60)
     with pytest.raises(FileNotFound):
         engine.compile(CHUNK, exists=Mock(side_effect=FileNotFound("it was deleted")))
     assert not engine._store.find([engine.compiler.key(CHUNK, BARE)])
@@ -120,7 +120,7 @@ def test_a_chunk_is_counted_once_over_all_rounds_of_its_request(engine):
 def test_a_chunk_that_was_stored_after_a_request_linked_it_is_not_compiled_again(engine):
     engine.client.go.set()
     linked = engine.compiler.link([CHUNK, CHUNK], parse_policy("reuse"))
-    assert engine.compile(CHUNK).result(20) == 5
+    assert engine.compile(CHUNK).result(60) == 5
     assert engine.client.wait(engine.compiler.ensure(linked, time.monotonic())) == 0
     assert engine.client.compiles == 1
     assert [(one.stored, one.tier, one.rotary_length) for one in linked] == [(True, "disk", 5)] * 2
@@ -129,7 +129,7 @@ def test_a_chunk_that_was_stored_after_a_request_linked_it_is_not_compiled_again
 
 def test_a_chunk_whose_file_was_found_damaged_is_compiled_although_it_has_been_stored(engine):
     engine.client.go.set()
-    assert engine.compile(CHUNK).result(20) == 5
+    assert engine.compile(CHUNK).result(60) == 5
     linked = engine.compiler.link([CHUNK], parse_policy("reuse"))
     linked[0].stored, linked[0].reason = False, "corrupt"
     assert engine.client.wait(engine.compiler.ensure(linked, time.monotonic())) == 5
@@ -158,7 +158,7 @@ def test_a_compile_that_there_is_no_memory_for_may_be_tried_again(engine, monkey
     engine.client.go.set()
     monkeypatch.setattr(exported, "read_compiled", Mock(side_effect=error))
     with pytest.raises(OutOfMemory):
-        engine.compile(CHUNK).result(20)
+        engine.compile(CHUNK).result(60)
 
 
 def test_a_compile_succeeds_although_no_thread_can_be_started_to_clean_up_behind_it(engine, monkeypatch):
@@ -171,7 +171,7 @@ def test_a_compile_succeeds_although_no_thread_can_be_started_to_clean_up_behind
 
     monkeypatch.setattr(compiling.asyncio, "to_thread", crowded)
     engine.client.go.set()
-    assert engine.compile(CHUNK).result(20) == 5
+    assert engine.compile(CHUNK).result(60) == 5
     until(lambda: not engine.compiler.check())
 
 
@@ -180,8 +180,8 @@ def test_a_chunk_that_there_is_no_memory_to_store_may_be_compiled_again(engine, 
     with monkeypatch.context() as short:
         short.setattr(engine._store, "save", Mock(side_effect=MemoryError()))
         with pytest.raises(OutOfMemory):
-            engine.compile(CHUNK).result(20)
-    assert engine.compile(CHUNK).result(20) == 5
+            engine.compile(CHUNK).result(60)
+    assert engine.compile(CHUNK).result(60) == 5
 
 
 def test_a_chunk_that_is_gone_as_soon_as_it_is_stored_may_be_compiled_again(engine, monkeypatch):
@@ -189,7 +189,7 @@ def test_a_chunk_that_is_gone_as_soon_as_it_is_stored_may_be_compiled_again(engi
     engine.client.go.set()
     monkeypatch.setattr(engine._store, "save", lambda made: None)
     with pytest.raises(DeletedMeanwhile):
-        engine.compile(CHUNK).result(20)
+        engine.compile(CHUNK).result(60)
 
 
 @pytest.mark.parametrize("code, kind", [("out_of_memory", OutOfMemory), ("storage_full", StorageFull)])
@@ -202,7 +202,7 @@ def test_what_a_worker_lacks_is_the_error_of_a_compile_and_of_a_request(engine, 
     monkeypatch.setattr(Stub, "generate", failing)
     monkeypatch.setattr(Stub, "execute", VLLMClient.execute)
     with pytest.raises(kind, match="there is too little"):
-        engine.compile(CHUNK).result(20)
+        engine.compile(CHUNK).result(60)
     with pytest.raises(kind, match="there is too little"):
         engine.submit(request()).result()
 
@@ -212,7 +212,7 @@ def test_what_vllm_gives_up_because_it_is_being_stopped_is_no_failure(engine, mo
     monkeypatch.setattr(Stub, "execute", VLLMClient.execute)
     engine.client.ending = True
     with pytest.raises(EngineStopped):
-        engine.compile(CHUNK).result(20)
+        engine.compile(CHUNK).result(60)
     with pytest.raises(EngineStopped):
         engine.submit(request()).result()
 
@@ -224,7 +224,7 @@ def test_a_compile_ends_when_vllm_dies_while_its_chunk_is_written(engine, monkey
     until(lambda: (task := engine.compiler._tasks.get(engine.compiler.key(CHUNK))) and task.computed)
     monkeypatch.setattr(engine.client, "dead", True)
     with pytest.raises(EngineStopped, match="died"):
-        compiled.result(20)
+        compiled.result(60)
 
 
 SLOTS = 2
@@ -251,7 +251,7 @@ def compiles_of_the_queue(engine, *waited) -> int:
     """Lets everything go on to its end; returns how many compiles of the queue were run."""
     engine.client.go.set()
     for future in waited:
-        future.result(20)
+        future.result(60)
     until(lambda: not engine.compiler._tasks)
     return engine.client.compiles - SLOTS
 
@@ -271,7 +271,7 @@ def test_a_queued_compile_goes_on_while_somebody_waits_for_it(engine, queue):
 
 def test_a_chunk_asked_for_again_while_its_compile_leaves_the_queue_is_compiled(engine, queue, monkeypatch):
     left, remove = threading.Event(), compiling.shutil.rmtree
-    monkeypatch.setattr(compiling.shutil, "rmtree", lambda *a, **b: left.wait(20) and remove(*a, **b))
+    monkeypatch.setattr(compiling.shutil, "rmtree", lambda *a, **b: left.wait(60) and remove(*a, **b))
     key = engine.compiler.key(CHUNK, BARE)
     queue(CHUNK).cancel()
     until(lambda: engine.compiler._tasks[key].waiting == 0)
@@ -290,7 +290,7 @@ def test_those_who_leave_and_join_while_a_compile_ends_are_counted_as_users_of_i
 
     def slow(*args, **options):
         ending.set()
-        assert end.wait(20)
+        assert end.wait(60)
         remove(*args, **options)
 
     monkeypatch.setattr(compiling.shutil, "rmtree", slow)
@@ -299,14 +299,14 @@ def test_those_who_leave_and_join_while_a_compile_ends_are_counted_as_users_of_i
     compiler, key = engine.compiler, engine.compiler.key(CHUNK, BARE)
     ask = lambda: engine.client.submit(compiler._compiled(CHUNK, key, None, time.monotonic()))
     first = ask()
-    assert ending.wait(20)
+    assert ending.wait(60)
     joined = [ask() for _ in range(2 * kept)]
     engine.client.wait(asyncio.sleep(0))
     first.cancel()
     until(lambda: compiler._tasks[key].waiting == 2 * kept)
     end.set()
     for future in joined:
-        spooled = future.result(20).spooled
+        spooled = future.result(60).spooled
         assert spooled.path.exists()
         engine.client.loop.call_soon_threadsafe(spooled.drop)
     until(lambda: not compiler.check())
@@ -319,7 +319,7 @@ def test_closing_gives_up_compiles_that_wait_or_that_vllm_computes(engine, queue
     assert not engine.client.go.is_set() and engine.client.compiles == SLOTS
     for future in (*waiting, *computing):
         with pytest.raises(EngineStopped):
-            future.result(20)
+            future.result(60)
 
 
 def test_closing_gives_up_a_compile_that_has_not_looked_into_the_store_yet(engine, monkeypatch):
@@ -327,16 +327,16 @@ def test_closing_gives_up_a_compile_that_has_not_looked_into_the_store_yet(engin
 
     def slow(key):
         looking.set()
-        closed.wait(20)
+        closed.wait(60)
         return look(key)
 
     monkeypatch.setattr(engine._store, "open", slow)
     compiled = engine.compile(CHUNK)
-    assert looking.wait(20)
+    assert looking.wait(60)
     monkeypatch.setattr(engine, "_close_own", closed.set)
     engine.close()
     with pytest.raises(EngineStopped):
-        compiled.result(20)
+        compiled.result(60)
 
 
 def test_closing_waits_for_a_chunk_that_vllm_has_computed_and_keeps_it(engine, monkeypatch):
@@ -344,7 +344,7 @@ def test_closing_waits_for_a_chunk_that_vllm_has_computed_and_keeps_it(engine, m
 
     def slow(folder, **options):
         reading.set()
-        assert read.wait(20)
+        assert read.wait(60)
         return made(folder, **options)
 
     monkeypatch.setattr(exported, "read_compiled", slow)
@@ -352,11 +352,11 @@ def test_closing_waits_for_a_chunk_that_vllm_has_computed_and_keeps_it(engine, m
     monkeypatch.setattr(engine, "_close_own", lambda: None)
     engine.client.go.set()
     compiled = engine.compile(CHUNK)
-    assert reading.wait(20)
+    assert reading.wait(60)
     closing = started(engine.close)
     until(lambda: engine.compiler._closing)
     read.set()
-    closing.join(20)
-    assert compiled.result(20) == 5
+    closing.join(60)
+    assert compiled.result(60) == 5
     assert engine._store.find([engine.compiler.key(CHUNK, BARE)])
     remove()

@@ -159,7 +159,7 @@ def test_an_engine_without_an_adapter_refuses_packets_and_does_not_offer_them(en
     with pytest.raises(NoAdapter, match=r"model m has none.*mpic train packet --model"):
         engine.submit(request_of(prompt_of(ids(1, 6), CHUNK, ids(4, 5)), "packet"))
     with pytest.raises(NoAdapter):
-        engine.compile(CHUNK, Wrapping(packet=True)).result(20)
+        engine.compile(CHUNK, Wrapping(packet=True)).result(60)
     with pytest.raises(NoAdapter, match="mpic train packet"):
         module.VLLMEngine(EngineConfig(engine="vllm", policy="packet-16"), None, cpu=True)
 
@@ -177,8 +177,8 @@ def test_a_packet_of_an_adapter_that_was_replaced_after_the_start_is_not_kept(en
         )
         compiled = engine.compile(CHUNK, Wrapping(packet=True))
         if reason is None:
-            assert compiled.result(20) == 8
+            assert compiled.result(60) == 8
             engine.forget(CHUNK)
             continue
         with pytest.raises(CompileFailed, match=reason):
-            compiled.result(20)
+            compiled.result(60)

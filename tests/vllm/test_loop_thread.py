@@ -54,7 +54,7 @@ def test_what_is_cancelled_by_the_end_has_had_its_first_step_and_may_say_how_it_
             raise EngineStopped("it ends") from None
 
     hold = threading.Event()
-    thread.post(lambda: hold.wait(20))
+    thread.post(lambda: hold.wait(60))
     future = thread.submit(work())
     ending = threading.Thread(target=thread.stop)
     ending.start()

@@ -27,8 +27,9 @@ from small_models import SMALL_SAMPLES
 from mpic.keys import KeyLimits
 
 ANSWER = "The tower is taller than the museum – by far."
-LONG = 100
-"""Repetitions of an answer that is stopped: more than a slow browser waits for before it presses a button."""
+LONG = 25
+"""Repetitions of an answer that is stopped. With half a second for a word it takes longer than a slow browser needs to
+press a button; it has fewer words than the page asks for."""
 
 
 def test_files_that_are_dropped_get_handles_and_are_asked_about(fake, open_page, tmp_path):
@@ -73,7 +74,7 @@ def test_comparing_answers_again_without_reuse_and_marks_what_differs(fake, open
 
 
 def test_an_answer_is_stopped_and_what_was_written_is_kept(fake, open_page):
-    fake.engine.pause, fake.engine.answer = 0.2, " ".join([ANSWER] * LONG)
+    fake.engine.pause, fake.engine.answer = 0.5, " ".join([ANSWER] * LONG)
     page = open_page(fake.url)
     begin(page, "Tell me")
     page.click("#stop")
@@ -118,7 +119,7 @@ def test_a_chat_is_asked_one_thing_at_a_time(fake, open_page):
     page = open_page(fake.url)
     ask(page, "One")
     ask(page, "Two")
-    fake.engine.pause, fake.engine.answer = 0.2, "A very slow answer." * LONG
+    fake.engine.pause, fake.engine.answer = 0.5, "A very slow answer." * LONG
     page.click("[aria-label=Retry]")
     until(page, lambda: "A very" in page.inner_text("#bot"))
     send(page, "Three")
@@ -154,7 +155,7 @@ def test_an_event_that_begins_while_the_stream_of_results_ends_is_heard(fake, op
 @pytest.mark.parametrize("leave, left", [("new", ["One"]), ("delete", [])])
 def test_a_chat_that_is_left_while_it_is_answered_does_not_return(fake, open_page, leave, left):
     page = open_page(fake.url)
-    fake.engine.pause, fake.engine.answer = 0.2, "A very slow answer that nobody waits for." * LONG
+    fake.engine.pause, fake.engine.answer = 0.5, "A very slow answer that nobody waits for." * LONG
     send(page, "One")
     until(page, lambda: "A very" in page.inner_text("#bot") and len(kept(page)) == 1)
     page.on("dialog", lambda dialog: dialog.accept())
@@ -171,7 +172,7 @@ def test_a_chat_that_is_left_while_it_is_answered_does_not_return(fake, open_pag
 @pytest.mark.parametrize("leave", ["new", "delete"])
 def test_a_quick_answer_after_a_chat_was_left_is_kept(fake, open_page, leave):
     page = open_page(fake.url)
-    fake.engine.pause, fake.engine.answer = 0.2, "A very slow answer that nobody waits for." * LONG
+    fake.engine.pause, fake.engine.answer = 0.5, "A very slow answer that nobody waits for." * LONG
     send(page, "One")
     until(page, lambda: "A very" in page.inner_text("#bot") and len(kept(page)) == 1)
     page.on("dialog", lambda dialog: dialog.accept())
