@@ -64,7 +64,7 @@ SETTINGS = {
         question=8,
         short=24,
         answers=(1, 3),
-        tokens=120,
+        tokens=400,  # they are generated at the same time, although requests are sent one after the other
         repeats=1,
     ),
     "start": start.Settings(uncounted=0, repeats=1),

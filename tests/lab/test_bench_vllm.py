@@ -19,7 +19,7 @@ from mpic_lab.bench.workload import DecoderShape, TowerShape, random_image, rand
 CPU = BenchDevice(torch.device("cpu"), torch.float32)
 TINY = DecoderShape(layers=2, hidden=128, heads=4, intermediate=64, vocabulary=300, context=2048)
 TOWER = TowerShape(layers=1, hidden=32, heads=2, size=56, patch=8)
-PROMPT = {"images": 3, "system": 8, "text": 24, "answers": 2, "tokens": 32, "arrivals": 2, "gap": 0.02}
+PROMPT = {"images": 3, "system": 8, "text": 24, "answers": 2, "tokens": 128, "arrivals": 2, "gap": 0.02}
 PROMPT |= {"questions": 4}
 ONCE = {"repeats": 1, "vision_repeats": 1, "decode_repeats": 1}
 LOAD = {"pool": 3, "linked": 2, "text": 16, "answer": 2, "backlog": 0.1, "repeats": 1, "seconds": 0.2}
