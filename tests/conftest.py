@@ -1,6 +1,6 @@
 """Set-up for all tests: one thread per process, because the models are tiny and a second core costs more than it gains;
-no deadlines, because machines differ; examples drawn from one seed, so that a run repeats; temporary folders in memory;
-and a home that is not the user's."""
+no deadlines, because machines differ; examples and random tensors drawn from one seed, so that a run repeats; temporary
+folders in memory; and a home that is not the user's."""
 
 from __future__ import annotations
 
@@ -92,6 +92,13 @@ def pytest_configure(config: pytest.Config) -> None:
         from hypothesis import settings
 
         settings.load_profile("fuzz")
+
+
+def pytest_runtest_setup() -> None:
+    """Draws the same numbers in a test, and in what is first made for it, whatever the process has run before."""
+    import torch
+
+    torch.manual_seed(0)
 
 
 @pytest.hookimpl(wrapper=True)

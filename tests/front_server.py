@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import random
 import socket
 import termios
 import time
@@ -175,6 +176,16 @@ def eventually(true: Any, seconds: float = 60.0) -> bool:
             return True
         time.sleep(0.01)
     return bool(true())
+
+
+def free_port() -> int:
+    """Returns a port for a program that takes no socket. It is none of those that the system gives to clients and to
+    whoever asks for port 0: one of them may be taken again before the program binds it."""
+    chance = random.SystemRandom()
+    while True:
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind(("127.0.0.1", port := chance.randrange(20_000, 32_000)))
+            return port
 
 
 @contextmanager

@@ -38,8 +38,10 @@ def test_a_slot_is_filled_again_only_after_its_copy(device):
 def test_without_that_order_bytes_would_be_wrong(device, monkeypatch):
     monkeypatch.setattr(device, "wait", lambda mark: None)
     ring, target = StagingRing(device, Staging(2, 64)), torch.zeros(40, 8)
+    device.go.clear()
     for i in range(40):
         send(ring, device, target[i], i)
+    device.go.set()
     device.close()
     assert not torch.equal(target, torch.arange(40.0)[:, None].expand(40, 8))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from front_server import LIMITS, eventually, front_server
+from front_server import LIMITS, eventually, free_port, front_server
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 WRAPPER = """
@@ -25,12 +25,6 @@ http {{
     {configuration}
 }}
 """
-
-
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def changed(text, **places):

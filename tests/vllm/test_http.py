@@ -48,7 +48,7 @@ def server(tmp_path_factory):
         finally:
             with suppress(ProcessLookupError):  # it has ended, and so have its children
                 os.killpg(process.pid, signal.SIGTERM)
-            process.wait(60)
+            process.wait(300)
 
 
 def free_port() -> int:

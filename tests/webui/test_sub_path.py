@@ -5,11 +5,11 @@ import shutil
 import socket
 import subprocess
 import time
-from contextlib import closing
 
 import httpx
 import pytest
 from browsing import serving
+from front_server import free_port
 from page_kit import ask, kept, log_in, questions, until, upload
 from small_models import SMALL_SAMPLES
 
@@ -43,8 +43,7 @@ def behind(tmp_path, fake):
     running = []
 
     def started(prefix, strip, header):
-        with closing(socket.create_server(("127.0.0.1", 0))) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         config = tmp_path / "nginx.conf"
         shown = f"proxy_set_header X-Forwarded-Prefix {prefix};" if header else ""
         path = "/" if strip else ""
