@@ -70,11 +70,14 @@ def _prepare() -> None:
         from quick_interpreter import prepare_once
 
         prepare_once()
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 
     processors.refuse_more_than_there_is()
     torch.set_num_threads(1)
-    settings.register_profile("mpic", deadline=None, derandomize=True, database=None)
+    slow = [HealthCheck.too_slow]  # a check of the machine
+    settings.register_profile(
+        "mpic", deadline=None, derandomize=True, database=None, suppress_health_check=slow
+    )
     settings.register_profile("fuzz", deadline=None)
     settings.load_profile("mpic")
 

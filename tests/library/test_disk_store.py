@@ -212,7 +212,7 @@ def test_reasons_of_missing_chunks_are_forgotten_after_their_time(open_library, 
         assert library.store.open(b.key)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(steps=st.lists(st.tuples(st.sampled_from(["save", "open", "delete", "restart"]), st.integers(0, 5))))
 def test_the_disk_store_behaves_like_an_lru_dictionary(tmp_path_factory, steps):
 
