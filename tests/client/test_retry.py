@@ -3,6 +3,7 @@
 import asyncio
 import io
 from email.utils import formatdate
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -46,7 +47,8 @@ class Script:
 
 @pytest.fixture(params=["sync", "async"])
 def ask(request, monkeypatch):
-    """Runs ``work(client)`` over a script; returns the result and the seconds slept."""
+    """Runs ``work(client)`` over a script; returns the result and the seconds slept. Servers of other tests may run in
+    this process, and sleep as usual."""
     slept = []
 
     async def sleep(seconds):
@@ -55,12 +57,14 @@ def ask(request, monkeypatch):
     def run(script, work, retries=2):
         slept.clear()
         if request.param == "sync":
-            monkeypatch.setattr("mpic.client.io.time.sleep", slept.append)
+            monkeypatch.setattr("mpic.client.io.time", SimpleNamespace(sleep=slept.append))
             with mpic.MPIC(transport=httpx.MockTransport(script), max_retries=retries) as client:
                 return work(client), slept
 
         async def main():
-            monkeypatch.setattr("mpic.client.io.asyncio.sleep", sleep)
+            monkeypatch.setattr(
+                "mpic.client.io.asyncio", SimpleNamespace(sleep=sleep, to_thread=asyncio.to_thread)
+            )
             transport = httpx.MockTransport(script.later)
             async with mpic.AsyncMPIC(transport=transport, max_retries=retries) as client:
                 return await work(client), slept

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -145,7 +146,7 @@ def test_the_answers_that_a_resumed_run_repeats_are_no_part_of_its_time(tiny, da
         return lessons(self, *given)
 
     monkeypatch.setattr(PacketTrainer, "_lessons", slow)
-    monkeypatch.setattr("mpic_lab.train.packet.time.monotonic", lambda: ticks[0])
+    monkeypatch.setattr("mpic_lab.train.packet.time", SimpleNamespace(monotonic=lambda: ticks[0]))
     PacketTrainer(tiny, settings(tmp_path / "out", data, minutes=1.0), False, lambda line: None).run()
     record = json.loads((tmp_path / "out" / RECORD).read_text())
     assert record["seconds"] == 0 and record["steps"] == 4  # the limit of a minute has cut nothing

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
@@ -133,7 +134,7 @@ def test_one_ipv6_address_that_is_trusted_does_not_exempt_its_neighbours():
 @pytest.fixture
 def clock(monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr(connections.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     return clock
 
 
