@@ -20,6 +20,7 @@ ARGS = [
     "--disable-sync",
     "--no-first-run",
 ]
+PATIENCE = 180_000  # milliseconds: many suites may share a machine
 LOOPBACK = ("127.0.0.1", "localhost", "::1", None)
 
 
@@ -32,7 +33,7 @@ def open_browser() -> Iterator:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=find_browser(), args=ARGS)
+        browser = playwright.chromium.launch(executable_path=find_browser(), args=ARGS, timeout=PATIENCE)
         yield browser
         browser.close()
 

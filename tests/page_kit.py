@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from browsing import PATIENCE
 from server_helpers import png
 
 BOX = "#box textarea"
@@ -75,7 +76,7 @@ def log_in(page, key):
     page.wait_for_selector("body[data-ready]")
 
 
-def until(page, true, steps=3000):
+def until(page, true, steps=PATIENCE // 20):
     """Waits until a script or a function returns something true."""
     for _ in range(steps):
         if true() if callable(true) else page.evaluate(true):

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 import pytest
-from browsing import Watched, find_browser, open_browser, serving
+from browsing import PATIENCE, Watched, find_browser, open_browser, serving
 from fake_engine import FakeEngine
 from server_helpers import chat_template
 
@@ -38,7 +38,7 @@ def open_page(browser):
         if context is None:
             context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
             contexts.append(context)
-            context.set_default_timeout(60_000)  # many suites may share a machine
+            context.set_default_timeout(PATIENCE)
         page = context.new_page()
         if before:
             page.add_init_script(before)
