@@ -203,7 +203,7 @@ def test_a_chunk_of_many_requests_is_compiled_once(bench):
     uses = [stream.result().usage.chunks[0] for stream in asked]
     assert done.result(60) == len(chunk.token_ids)
     assert bench.counters()["tokens_compiled"] - before == len(chunk.token_ids)
-    assert {use.tier for use in uses} <= {"compiled", "disk"} and uses[0].tier == "compiled"
+    assert "compiled" in (tiers := {use.tier for use in uses}) and tiers <= {"compiled", "disk"}
 
 
 def test_nothing_of_a_deleted_chunk_is_found_again(bench):
@@ -467,21 +467,29 @@ def test_an_answer_that_nobody_reads_leaves_vllm_and_goes_on_as_if_it_had_been_r
     bench, monkeypatch, policy
 ):
     prompt = bench.prompt("IMAGE#MAP7 FILE#VERA What?")
-    options = {"tokens": 40, "ignore_eos": True}
+    options = {"tokens": 80, "ignore_eos": True}
     whole_answer = bench.ask(prompt, policy, **options)
+    waiting, put = [], stream_module.DeltaStream.put
+
+    def watched(stream, item):
+        waiting.append(stream._written - stream._read)
+        put(stream, item)
+
     monkeypatch.setattr(stream_module, "UNREAD", 8)
+    monkeypatch.setattr(stream_module.DeltaStream, "put", watched)
     stream, left = bench.submit(prompt, policy, **options), bench.submit(prompt, policy, **options)
     until(
         lambda: len(bench.engine._active) == 2 and all(one.stream.full for one in list(bench.engine._active))
     )
     until(lambda: not bench.engine._gate.inside())
-    assert all(9 <= len(one._generated) <= 16 for one in bench.engine._active)
+    # the last of what was written may be the tokens of several steps, in which this process was not running
+    assert max(waiting) <= 8 and all(9 <= len(one._generated) < 80 for one in bench.engine._active)
     left.abort()
     assert left.result().finish_reason == "abort"
     answer = stream.result()
     assert (answer.text, answer.token_ids) == (whole_answer.text, whole_answer.token_ids)
     assert whole(answer.usage) and answer.usage.prompt_tokens == whole_answer.usage.prompt_tokens
-    assert answer.usage.completion_tokens == 40
+    assert answer.usage.completion_tokens == 80
 
 
 GRAMMAR = Grammar(
