@@ -73,11 +73,13 @@ class Front:
 
     def has_read_all(self) -> bool:
         """Returns whether the server has taken everything that clients have sent from the kernel."""
-        sockets = [one.transport.get_extra_info("socket") for one in self.connections._all]
-        waiting = [
-            fcntl.ioctl(one.fileno(), termios.FIONREAD, bytes(4)) for one in sockets if one.fileno() >= 0
-        ]
-        return not any(map(any, waiting))
+        for one in self.connections._all:
+            with suppress(OSError, ValueError):  # it has just been closed
+                if any(
+                    fcntl.ioctl(one.transport.get_extra_info("socket").fileno(), termios.FIONREAD, bytes(4))
+                ):
+                    return False
+        return True
 
 
 class Client:

@@ -29,5 +29,5 @@ def test_every_answer_matches_its_description(keyed, tmp_path, fuzz):
     command += ["-H", f"Authorization: Bearer {secret}", f"{url}/openapi.json"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-12_000:] + done.stderr[-2_000:]
-    assert httpx.get(f"{url}/health/ready").json() == {"ready": True}
+    assert httpx.get(f"{url}/health/ready", timeout=60).json() == {"ready": True}
     keys.revoke(secret)
