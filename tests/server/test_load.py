@@ -139,7 +139,7 @@ async def test_64_clients_leave_nothing_behind(served, request):
 
 async def test_a_client_that_leaves_frees_its_pages_within_one_step(served):
     url, _ = served
-    body = stream_of("tell me everything", "full", 400)
+    body = stream_of("tell me everything", "full", 1900)
     async with httpx.AsyncClient(base_url=url, timeout=60) as http:
         idle = await settle(http)
         for _ in itertools.repeat(None, 3):
