@@ -287,7 +287,7 @@ FAKE = """
             for left in range(asked["n_predict"], -1, -1):
                 self.wfile.write(b"data: " + json.dumps(event(left, found)).encode() + b"\\n\\n")
                 self.wfile.flush()
-                time.sleep(0.01)  # answers that are asked for at once are then generated at the same time
+                time.sleep(0.004)  # answers that are asked for at once are then generated at the same time
 
         def slot(self, number, action, asked):
             if action == "save":
