@@ -198,7 +198,7 @@ def from_validation(errors: Sequence[Any], body: Any, chat: bool) -> MPICError:
     Args:
         chat: the request is a chat completion, for whose fields ``OPENAI_FIELDS`` gives reasons.
     """
-    found = [(error, _place(error, body)) for error in errors]
+    found = _of_the_right_type([(error, _place(error, body)) for error in errors])
     first, place = max(
         found, key=lambda e: (_unsupported(*e, chat) is not None, len(e[1]), not _expected(e[0]))
     )
@@ -241,6 +241,17 @@ def from_validation(errors: Sequence[Any], body: Any, chat: bool) -> MPICError:
     else:
         message = _rule(kind, context)
     return BadRequest(f"{path}: {message}" if path else f"the body {message}", param=path)
+
+
+def _of_the_right_type(found: list[tuple[Any, Place]]) -> list[tuple[Any, Place]]:
+    """Leave out that members of a list are of a wrong type if they are right for another type of a union, for which
+    there are only too many."""
+    lists = [place for error, place in found if error["type"] in ("too_long", "too_short")]
+    return [
+        (error, place)
+        for error, place in found
+        if not _expected(error) or not any(place[: len(at)] == at and place != at for at in lists)
+    ]
 
 
 EXPECTED = {
