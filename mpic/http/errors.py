@@ -244,14 +244,20 @@ def from_validation(errors: Sequence[Any], body: Any, chat: bool) -> MPICError:
 
 
 def _of_the_right_type(found: list[tuple[Any, Place]]) -> list[tuple[Any, Place]]:
-    """Leave out that members of a list are of a wrong type if they are right for another type of a union, for which
-    there are only too many."""
+    """Leave out what is wrong only for another type: members of a list that has too many for the type that it is of,
+    and fields of an object whose ``type`` is wrong."""
     lists = [place for error, place in found if error["type"] in ("too_long", "too_short")]
+    objects = [place[:-1] for error, place in found if place[-1:] == ("type",) and error["type"] != "missing"]
     return [
         (error, place)
         for error, place in found
-        if not _expected(error) or not any(place[: len(at)] == at and place != at for at in lists)
+        if not (_expected(error) and _inside(place, lists))
+        and (place[-1:] == ("type",) or not _inside(place, objects))
     ]
+
+
+def _inside(place: Place, outer: list[Place]) -> bool:
+    return any(len(at) < len(place) and place[: len(at)] == at for at in outer)
 
 
 EXPECTED = {

@@ -372,6 +372,7 @@ REFUSED = [
     ({"messages": [{"role": "user", "content": ""}]}, "messages[0].content", "empty_prompt"),
     ({"messages": [*HELLO, {"role": "assistant", "content": "The"}]}, "messages[1]", "unsupported_parameter"),
     ({"messages": USER({"type": "nonsense"})}, "messages[0].content[0].type", "unsupported_modality"),
+    ({"system": [{"type": "image", "source": BAD}]}, "system[0].type", "bad_request"),
     ({"messages": USER(USE)}, "messages[0].content[0].type", "bad_request"),
     ({"system": "s", "messages": USER(*texts("a"), {"type": "image", "source": BAD})},
      "messages[0].content[1].source.data", "invalid_image"),
