@@ -109,6 +109,7 @@ CHAT = {
                 },
                 {"type": "document", "text": "x", **NAMED},
                 {"type": "cache", "cache_id": "x", **NAMED},
+                {"type": "refusal", "refusal": "x"},
             ],
         },
         {
