@@ -148,14 +148,7 @@ class RefusalPart(Strict):
 
 
 Part = Annotated[
-    TextPart
-    | ImageURLPart
-    | VideoURLPart
-    | ImagePart
-    | FilePart
-    | DocumentPart
-    | CachePart
-    | RefusalPart,
+    TextPart | ImageURLPart | VideoURLPart | ImagePart | FilePart | DocumentPart | CachePart | RefusalPart,
     Field(discriminator="type"),
 ]
 

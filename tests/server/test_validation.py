@@ -323,7 +323,9 @@ BODIES = {
     ),
     responses.ResponsesRequest: json.loads(json.dumps(RESPONSES)),
     texts.CompletionRequest: COMPLETION,
-    texts.TokenizeRequest: {name: CHAT[name] for name in ("messages", "tools", "chat_template_kwargs", "model")}
+    texts.TokenizeRequest: {
+        name: CHAT[name] for name in ("messages", "tools", "chat_template_kwargs", "model")
+    }
     | {"add_special_tokens": False, "return_token_strs": True}
     | {"add_generation_prompt": True, "continue_final_message": False},
     texts.DetokenizeRequest: {"tokens": [1, 2], "model": "x"},
