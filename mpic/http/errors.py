@@ -213,7 +213,7 @@ def from_validation(errors: Sequence[Any], body: Any, chat: bool) -> MPICError:
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         path = _path((*place, "type"))
         if chat:
-            known = "content parts are text, image_url, video_url, image, file, document or cache, and refusal in answers"
+            known = "content parts are text, image_url, video_url, image, file, document, cache or refusal"
             return UnsupportedModality(f"{_path(place)}: {known}", param=path)
         if kind == "union_tag_not_found":
             return BadRequest(f"{path} is required", param=path)
