@@ -436,7 +436,12 @@ async def test_errors_of_every_kind_have_the_shape_of_the_dialect(server):
     assert refusal(await send(server, model="other")) == (404, "not_found_error", "model_not_found", "model")
     missing = {"type": "image", "source": {"type": "file", "file_id": "file-none"}}
     answer = await send(server, USER(missing, *texts("a")))
-    assert refusal(answer) == (404, "not_found_error", "file_not_found", "messages[0].content[0].source.file_id")
+    assert refusal(answer) == (
+        404,
+        "not_found_error",
+        "file_not_found",
+        "messages[0].content[0].source.file_id",
+    )
     assert (await server.http.get("/v1/messages")).json()["error"]["code"] == "method_not_allowed"
     key = server.key()["Authorization"].removeprefix("Bearer ")
     assert refusal(await send(server))[:3] == (401, "authentication_error", "unauthorized")

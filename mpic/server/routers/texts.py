@@ -56,7 +56,7 @@ class TextDialect(Translation):
         sampling = chat.sampling_of(body)
         requests = []
         for i, text in enumerate(self.texts):
-            if len(self.texts) > 1:
+            if len(self.texts) > 1:  # errors name the one that is refused
                 self.places = dict.fromkeys(("messages", PROMPT), f"{PROMPT}[{i}]")
             prompt = Prompt((TextSegment(_ids(text, state)),))
             check_prompt(prompt)
