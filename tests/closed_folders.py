@@ -73,6 +73,10 @@ def _remove(home: Path, owner: int) -> None:
         shutil.rmtree(home, ignore_errors=True)
 
 
+def _longest(text: str, beginnings: tuple[str, ...]) -> int:
+    return max((len(beginning) for beginning in beginnings if text.startswith(beginning)), default=0)
+
+
 class Guard:
     """Watches what this process opens from now on.
 
@@ -107,7 +111,8 @@ class Guard:
         text = os.fsdecode(path).removeprefix("file:")
         if not text.startswith("/"):
             text = os.path.abspath(text)
-        return text.startswith(self._closed) and not (text + "/").startswith(self._free)
+        # the deeper folder decides, as the user's home may lie among temporary files
+        return _longest(text, self._closed) > _longest(text + "/", self._free)
 
     def _see(self, event: str, args: tuple[Any, ...]) -> None:
         if event in EVENTS:

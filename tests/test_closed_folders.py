@@ -7,6 +7,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import closed_folders
@@ -18,6 +19,13 @@ ROOT = Path(__file__).parents[1]
 USERS = Path(os.environ[closed_folders.CLOSED].split(os.pathsep)[1])
 """The folder in which the user's programs keep their data."""
 COMMAND = [sys.executable, "-c", ""]
+
+
+def test_a_home_among_temporary_files_is_closed_too(guard, monkeypatch):
+    folder = tempfile.gettempdir()
+    monkeypatch.setattr(guard, "_closed", (f"{folder}/home/.", f"{folder}/home/.local/share/"))
+    assert guard.is_closed(f"{folder}/home/.local/share/mpic")
+    assert not guard.is_closed(f"{folder}/other/.local/share/mpic")
 
 
 @pytest.mark.parametrize(

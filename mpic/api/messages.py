@@ -41,6 +41,10 @@ class Base64Source(Strict):
     data: str
 
 
+class ImageSource(Base64Source):
+    media_type: Annotated[str, Field(pattern="^image/[a-z0-9.+-]+$", max_length=128)]
+
+
 class UrlSource(Strict):
     type: Literal["url"]
     url: str = Field(description="a data URL: nothing is fetched")
@@ -59,7 +63,7 @@ class TextSource(Strict):
 
 class ImageBlock(PartBlock):
     type: Literal["image"]
-    source: Annotated[Base64Source | UrlSource | FileSource, Field(discriminator="type")]
+    source: Annotated[ImageSource | UrlSource | FileSource, Field(discriminator="type")]
     transformations: Annotated[dict[str, Literal["downsize"]] | None, only(UNCUT)] = None
 
 

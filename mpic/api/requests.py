@@ -140,8 +140,15 @@ class CachePart(Strict):
     name: str | None = LABEL
 
 
+class RefusalPart(Strict):
+    """Text of an earlier answer that declined."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
 Part = Annotated[
-    TextPart | ImageURLPart | VideoURLPart | ImagePart | FilePart | DocumentPart | CachePart,
+    TextPart | ImageURLPart | VideoURLPart | ImagePart | FilePart | DocumentPart | CachePart | RefusalPart,
     Field(discriminator="type"),
 ]
 

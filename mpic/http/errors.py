@@ -198,7 +198,7 @@ def from_validation(errors: Sequence[Any], body: Any, chat: bool) -> MPICError:
     Args:
         chat: the request is a chat completion, for whose fields ``OPENAI_FIELDS`` gives reasons.
     """
-    found = [(error, _place(error, body)) for error in errors]
+    found = _of_the_right_type([(error, _place(error, body)) for error in errors])
     first, place = max(
         found, key=lambda e: (_unsupported(*e, chat) is not None, len(e[1]), not _expected(e[0]))
     )
@@ -213,7 +213,7 @@ def from_validation(errors: Sequence[Any], body: Any, chat: bool) -> MPICError:
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         path = _path((*place, "type"))
         if chat:
-            known = "content parts are text, image_url, video_url, image, file, document or cache"
+            known = "content parts are text, image_url, video_url, image, file, document, cache or refusal"
             return UnsupportedModality(f"{_path(place)}: {known}", param=path)
         if kind == "union_tag_not_found":
             return BadRequest(f"{path} is required", param=path)
@@ -241,6 +241,23 @@ def from_validation(errors: Sequence[Any], body: Any, chat: bool) -> MPICError:
     else:
         message = _rule(kind, context)
     return BadRequest(f"{path}: {message}" if path else f"the body {message}", param=path)
+
+
+def _of_the_right_type(found: list[tuple[Any, Place]]) -> list[tuple[Any, Place]]:
+    """Leave out what is wrong only for another type: members of a list that has too many for the type that it is of,
+    and fields of an object whose ``type`` is wrong."""
+    lists = [place for error, place in found if error["type"] in ("too_long", "too_short")]
+    objects = [place[:-1] for error, place in found if place[-1:] == ("type",) and error["type"] != "missing"]
+    return [
+        (error, place)
+        for error, place in found
+        if not (_expected(error) and _inside(place, lists))
+        and (place[-1:] == ("type",) or not _inside(place, objects))
+    ]
+
+
+def _inside(place: Place, outer: list[Place]) -> bool:
+    return any(len(at) < len(place) and place[: len(at)] == at for at in outer)
 
 
 EXPECTED = {

@@ -60,7 +60,7 @@ another one."""
 WORD = re.compile(r"\S")
 T = TypeVar("T")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-PART_TYPES = ("text", "image_url", "video_url", "image", "file", "document", "cache")
+PART_TYPES = ("text", "image_url", "video_url", "image", "file", "document", "cache", "refusal")
 URL_PARTS = ("image_url", "video_url", "image")
 """Parts in which a string may stand for the object with its URL."""
 
@@ -254,8 +254,11 @@ class _Parser:
             )
         if kind == "text":
             return self._text(_string(part, "text", param, allow_empty=True), role, index, f"{param}.text")
-        if role == "assistant":
-            raise BadRequest(f"a {role} message takes text parts only, not {kind!r}", param=f"{param}.type")
+        if kind == "refusal" and role == "assistant":
+            refusal = _string(part, "refusal", param, allow_empty=True)
+            return self._text(refusal, role, index, f"{param}.refusal")
+        if kind == "refusal" or role == "assistant":
+            raise BadRequest(f"a {role} message takes no part of type {kind!r}", param=f"{param}.type")
         name = part.get("name")
         if name is not None and (not isinstance(name, str) or not name.strip()):
             raise BadRequest("name must be a non-empty string", param=f"{param}.name")

@@ -158,8 +158,10 @@ class ChatTemplate:
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raises BadRequest if one of the ids is not the tokenizer's."""
-        if ids and not 0 <= min(ids) <= max(ids) < len(self.tokenizer):
-            raise BadRequest(f"the tokenizer has the tokens 0 to {len(self.tokenizer) - 1}", param=param)
+        size = len(self.tokenizer)
+        if ids and not 0 <= min(ids) <= max(ids) < size:
+            wrong = next(at for at, id in enumerate(ids) if not 0 <= id < size)
+            raise BadRequest(f"the tokenizer has the tokens 0 to {size - 1}", param=f"{param}[{wrong}]")
 
     def check_text(self, ids: Sequence[int], param: str) -> None:
         """Raises UnsupportedModality if one of the ids stands for an image or a video."""

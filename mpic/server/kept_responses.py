@@ -79,9 +79,9 @@ class KeptResponses:
             raise ResponseNotFound(f"the response has no item {cut(id)!r}", param=param, id=id)
         return response.items[id]
 
-    def remove(self, user: str, id: str) -> None:
+    def remove(self, user: str, id: str, param: str | None = None) -> None:
         """Forgets a response. Raises ResponseNotFound."""
-        self.get(user, id)
+        self.get(user, id, param)
         self._drop(user, id)
 
     def _since(self, user: str) -> float:

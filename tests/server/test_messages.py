@@ -191,7 +191,7 @@ async def test_a_result_of_a_tool_may_have_images_and_documents(seeing):
     bad = {"type": "image", "source": {**image()["source"], "data": "eA=="}}
     turns[-1]["content"][0]["content"] = [*texts("A shot:"), bad]
     answer = await send(seeing, turns, tools=[WEATHER])
-    assert refusal(answer)[2:] == ("invalid_image", "messages[2].content[0].content[1].source")
+    assert refusal(answer)[2:] == ("invalid_image", "messages[2].content[0].content[1].source.data")
 
 
 async def test_calls_are_blocks_whole_and_streamed(hermes):
@@ -368,14 +368,21 @@ REFUSED = [
     ({"tools": [WEATHER]}, "tools", "unsupported_parameter"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "bad_request"),
     ({"messages": []}, "messages", "empty_prompt"),
-    ({"messages": [{"role": "user", "content": []}]}, "messages[0]", "empty_prompt"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "empty_prompt"),
+    ({"messages": [{"role": "user", "content": ""}]}, "messages[0].content", "empty_prompt"),
     ({"messages": [*HELLO, {"role": "assistant", "content": "The"}]}, "messages[1]", "unsupported_parameter"),
     ({"messages": USER({"type": "nonsense"})}, "messages[0].content[0].type", "unsupported_modality"),
+    ({"system": [{"type": "image", "source": BAD}]}, "system[0].type", "bad_request"),
     ({"messages": USER(USE)}, "messages[0].content[0].type", "bad_request"),
     ({"system": "s", "messages": USER(*texts("a"), {"type": "image", "source": BAD})},
-     "messages[0].content[1].source", "invalid_image"),
+     "messages[0].content[1].source.data", "invalid_image"),
+    ({"messages": USER({"type": "image", "source": {**BAD, "media_type": "text/plain"}})},
+     "messages[0].content[0].source.media_type", "bad_request"),
+    ({"messages": USER(*texts("a"), {"type": "document", "source": {"type": "content", "content": [
+        *texts("b"), {"type": "image", "source": BAD}]}})},
+     "messages[0].content[1].source.content[1].source.data", "invalid_image"),
     ({"messages": USER({"type": "image", "source": {"type": "url", "url": "https://a/b.png"}})},
-     "messages[0].content[0].source", "bad_request"),
+     "messages[0].content[0].source.url", "bad_request"),
     ({"messages": USER({"type": "document", "source": {"type": "url", "url": "https://a/b.pdf"}})},
      "messages[0].content[0].source.url", "unsupported_parameter"),
     ({"messages": USER({"type": "document", "source": PDF}, *texts("a"))},
@@ -429,7 +436,12 @@ async def test_errors_of_every_kind_have_the_shape_of_the_dialect(server):
     assert refusal(await send(server, model="other")) == (404, "not_found_error", "model_not_found", "model")
     missing = {"type": "image", "source": {"type": "file", "file_id": "file-none"}}
     answer = await send(server, USER(missing, *texts("a")))
-    assert refusal(answer) == (404, "not_found_error", "file_not_found", "messages[0].content[0].source")
+    assert refusal(answer) == (
+        404,
+        "not_found_error",
+        "file_not_found",
+        "messages[0].content[0].source.file_id",
+    )
     assert (await server.http.get("/v1/messages")).json()["error"]["code"] == "method_not_allowed"
     key = server.key()["Authorization"].removeprefix("Bearer ")
     assert refusal(await send(server))[:3] == (401, "authentication_error", "unauthorized")

@@ -236,6 +236,7 @@ REFUSED = [
     ({"input": None}, "input", "empty_prompt"),
     ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type", "unsupported_modality"),
     ({"input": [{"role": "user"}]}, "input[0].content", "bad_request"),
+    ({"input": [{"role": "user", "content": []}]}, "input[0].content", "empty_prompt"),
     ({"input": user({**IMAGE, "image_url": "https://a/b.png"})}, "input[0].content[0].image_url", "bad_request"),
     ({"input": user({"type": "input_image"})}, "input[0].content[0]", "bad_request"),
     ({"input": user({"type": "input_file", "file_url": "https://a"})},
@@ -249,6 +250,12 @@ REFUSED = [
 @pytest.mark.parametrize(("fields", "field", "code"), REFUSED, ids=lambda value: str(value)[:40])
 async def test_refusals_name_the_field_of_this_dialect(server, fields, field, code):
     assert refused_field(await send(server, **fields)) == (400, code, field)
+
+
+async def test_a_response_that_is_not_kept_is_named_by_the_place_in_the_path(server):
+    for method in ("GET", "DELETE"):
+        answer = await server.http.request(method, "/v1/responses/none")
+        assert refused_field(answer) == (404, "response_not_found", "response_id")
 
 
 async def test_values_that_change_nothing_are_taken(server):

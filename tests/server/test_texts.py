@@ -52,7 +52,7 @@ async def test_token_ids_are_taken_as_they_are(server):
     assert (await complete(server, [65, 66])).status_code == 200
     assert (await complete(server, [[65, 66], [67]])).status_code == 200
     assert [ids_of(r) for r in server.engine.requests] == [[65, 66], [65, 66], [67]]
-    assert refused_field(await complete(server, [65, 10_000])) == (400, "bad_request", "prompt")
+    assert refused_field(await complete(server, [65, 10_000])) == (400, "bad_request", "prompt[1]")
 
 
 async def test_a_stream_has_text_completions_and_the_usage_last(server):
@@ -79,6 +79,12 @@ async def test_a_stream_has_text_completions_and_the_usage_last(server):
         ({"prompt": []}, "prompt", "bad_request"),
         ({"prompt": "<image>"}, "prompt", "unsupported_modality"),
         ({"prompt": "word " * 200}, "prompt", "context_length_exceeded"),
+        ({"prompt": ["a", ""]}, "prompt[1]", "empty_prompt"),
+        ({"prompt": ["a", "<image>"]}, "prompt[1]", "unsupported_modality"),
+        ({"prompt": ["a", "word " * 200]}, "prompt[1]", "context_length_exceeded"),
+        ({"prompt": [[1], [5, 99_999]]}, "prompt[1][1]", "bad_request"),
+        ({"prompt": ["a"] * 129}, "prompt", "bad_request"),
+        ({"prompt": [[1]] * 129}, "prompt", "bad_request"),
         ({"stop": [""]}, "stop[0]", "bad_request"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "bad_request"),
         ({"max_tokens": 0}, "max_tokens", "bad_request"),
@@ -133,7 +139,7 @@ async def test_tokens_of_a_conversation_are_those_that_the_engine_gets(server):
         ("/tokenize", {"messages": []}, "messages", "empty_prompt"),
         ("/tokenize", {"prompt": "word " * 200}, "prompt", "context_length_exceeded"),
         ("/tokenize", {"prompt": "a", "continue_final_message": True}, "continue_final_message", UNSUPPORTED),
-        ("/detokenize", {"tokens": [99_999]}, "tokens", "bad_request"),
+        ("/detokenize", {"tokens": [1, 99_999]}, "tokens[1]", "bad_request"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]", "bad_request"),
     ],
 )  # fmt: skip

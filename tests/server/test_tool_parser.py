@@ -200,6 +200,7 @@ NULLS = {"refusal": None, "audio": None, "function_call": None, "annotations": N
         [{"role": "system", "content": [{"type": "text", "text": ""}]}, HI],
         [HI, {"role": "assistant", "content": None, **NULLS, "refusal": "No."}, HI],
         [HI, {"role": "assistant", "content": "x", **NULLS, "parsed": None}, HI],
+        [HI, {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, HI],
         [HI, {"role": "assistant", "content": "x", "annotations": [], "tool_calls": []}, HI],
         [HI, {"role": "assistant"}, HI],
         [{**HI, **NULLS, "name": None, "tool_call_id": None}],
@@ -217,6 +218,11 @@ async def test_an_empty_system_message_is_left_out_and_a_refusal_stands_for_cont
     assert shown(hermes) == prompt
     await hermes.ask(messages=[HI, {"role": "assistant", "refusal": "I will not."}, HI])
     assert "I will not." in shown(hermes)
+    refusal = {"type": "refusal", "refusal": "Nor this."}
+    await hermes.ask(messages=[HI, {"role": "assistant", "content": [refusal]}, HI])
+    assert "Nor this." in shown(hermes)
+    error = (await hermes.ask(messages=[{"role": "user", "content": [refusal]}])).json()["error"]
+    assert (error["code"], error["param"]) == ("bad_request", "messages[0].content[0].type")
 
 
 async def test_without_tools_or_with_choice_none_a_call_is_text(hermes):

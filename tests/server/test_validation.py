@@ -109,6 +109,7 @@ CHAT = {
                 },
                 {"type": "document", "text": "x", **NAMED},
                 {"type": "cache", "cache_id": "x", **NAMED},
+                {"type": "refusal", "refusal": "x"},
             ],
         },
         {
@@ -301,12 +302,32 @@ COMPLETION = {
     "presence_penalty": 0,
     "suffix": "",
 }
+UPLOAD = {
+    "filename": "x",
+    "purpose": "user_data",
+    "bytes": 2,
+    "mime_type": "x",
+    "expires_after": {"anchor": "created_at", "seconds": 3600},
+    "handle": "x",
+    "replace": True,
+    "split": {"mode": "fixed", "tokens": 2, "overlap": 1},
+    "press": "x",
+    "ttl": 2,
+}
 BODIES = {
     requests.ChatRequest: CHAT,
     # errors find a field by the identity of what holds it
     messages.MessagesRequest: json.loads(json.dumps(MESSAGES)),
+    messages.CountRequest: json.loads(
+        json.dumps({name: MESSAGES[name] for name in messages.CountRequest.model_fields if name in MESSAGES})
+    ),
     responses.ResponsesRequest: json.loads(json.dumps(RESPONSES)),
     texts.CompletionRequest: COMPLETION,
+    texts.TokenizeRequest: {
+        name: CHAT[name] for name in ("messages", "tools", "chat_template_kwargs", "model")
+    }
+    | {"add_special_tokens": False, "return_token_strs": True}
+    | {"add_generation_prompt": True, "continue_final_message": False},
     texts.DetokenizeRequest: {"tokens": [1, 2], "model": "x"},
     texts.EmbeddingRequest: {"input": ["x"], "model": "x", "encoding_format": "float"}
     | {"user": "x", "dimensions": False},
@@ -316,6 +337,8 @@ BODIES = {
         "name": "x",
         "ttl": 2,
     },
+    requests.UploadCreate: UPLOAD,
+    requests.UploadComplete: {"part_ids": ["x", "y"], "md5": "0" * 32},
     requests.CacheChange: {"ttl": 2},
     requests.FileChange: {"ttl": 2, "handle": "x"},
     requests.ReferenceSearch: {
@@ -400,8 +423,18 @@ def test_the_bodies_have_every_field_of_every_model():
                     known |= set(models(field.annotation))
         names = {at[-1] for at in places(body) if at}
         missing = {f.alias or name for kind in known for name, f in kind.model_fields.items()} - names
-        alternatives = {"chunks", "structured_outputs", "regex", "choice"}
-        assert missing <= alternatives, "which cannot stand beside text or response_format"
+        alternatives = {"chunks", "structured_outputs", "regex", "choice", "prompt"}
+        assert missing <= alternatives, "which cannot stand beside text, response_format or messages"
+
+
+async def test_every_route_that_takes_json_has_its_body_among_them(server):
+    taken = {
+        kind
+        for route in server.app.routes
+        for field in getattr(getattr(route, "dependant", None), "body_params", ())
+        for kind in models(field.field_info.annotation)
+    }
+    assert len(taken) > 5 and taken == set(BODIES)
 
 
 def models(annotation):
@@ -425,7 +458,8 @@ def test_a_wrong_value_is_named_by_its_exact_place(model):
             # a container in place of something else is wrong in one of its members, or a member is missing
             where = error.param or ""
             inside = where.startswith((written(at) + ".", written(at) + "["))
-            related = model.__name__ == "ChatRequest" and where in RELATED.get(at[-1], ())
+            beside = model in (requests.ChatRequest, texts.TokenizeRequest)
+            related = beside and where in RELATED.get(at[-1], ())
             related = related or (wrong is None and is_type_of_item(at))
             assert related or (inside and isinstance(wrong, dict | list)), (
                 written(at),
@@ -446,6 +480,7 @@ RELATED = {
     "name": ("tool_choice.function.name",),
     "type": ("response_format.json_schema",),
     "tool_calls": ("messages[1].content",),
+    "messages": ("prompt",),
 }
 """Fields that are wrong beside other values of a field."""
 

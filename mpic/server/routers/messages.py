@@ -128,7 +128,7 @@ class MessagesDialect(Translation):
             if i + 1 == len(asked.messages) and turn.role == "assistant":
                 raise UnsupportedParameter(PREFILL, param=where)
             if isinstance(turn.content, str) or not turn.content:
-                self.go_on(turn.role, where)
+                self.go_on(turn.role, where, f"{where}.content")
                 self.add(_texts(turn.content if isinstance(turn.content, str) else "", f"{where}.content"))
                 continue
             for k, block in enumerate(turn.content):
@@ -140,14 +140,14 @@ class MessagesDialect(Translation):
         if role != owner and isinstance(block, ToolResultBlock | ToolUseBlock | ThinkingBlock):
             raise BadRequest(f"{block.type} is a block of the {owner}", param=f"{at}.type")
         if isinstance(block, ToolUseBlock):
-            self.go_on(role, turn)
+            self.go_on(role, turn, f"{turn}.content")
             self.call(block.id, block.name, json.dumps(block.input, ensure_ascii=False), at)
         elif isinstance(block, ToolResultBlock):
-            self.begin("tool", at, tool_call_id=block.tool_use_id)
+            self.begin("tool", at, f"{at}.content", tool_call_id=block.tool_use_id)
             self.add([({"type": "text", "text": "Error:"}, at)] if block.is_error else ())
             self.add(_texts(block.content or "", f"{at}.content"))
         elif not isinstance(block, ThinkingBlock):
-            self.go_on(role, turn)
+            self.go_on(role, turn, f"{turn}.content")
             self.add(_parts(block, at))
 
     def _tools(self, asked: CountRequest, fields: dict[str, Any]) -> None:
@@ -305,21 +305,22 @@ def _parts(block: PartBlock, at: str) -> Parts:
         text = "\n".join(part.text for part in block.content)
         yield {"type": "document", "text": text, "name": block.title or block.source or None}, f"{at}.content"
     elif isinstance(block, ImageBlock):
-        yield _image(block), f"{at}.source"
+        yield _image(block, f"{at}.source")
     elif isinstance(block, AttachedBlock):
         if block.context:
             yield {"type": "text", "text": block.context}, f"{at}.context"
         yield from _document(block, f"{at}.source")
 
 
-def _image(block: ImageBlock) -> dict[str, Any]:
+def _image(block: ImageBlock, at: str) -> tuple[dict[str, Any], str]:
     source = block.source
     if isinstance(source, Base64Source):
-        return {"type": "image_url", "image_url": {"url": _data_url(source)}}
-    return {
-        "type": "image_url",
-        "image_url": {"url": source.url if isinstance(source, UrlSource) else source.file_id},
-    }
+        url, field = _data_url(source), "data"
+    elif isinstance(source, UrlSource):
+        url, field = source.url, "url"
+    else:
+        url, field = source.file_id, "file_id"
+    return {"type": "image_url", "image_url": {"url": url}}, f"{at}.{field}"
 
 
 def _document(block: AttachedBlock, at: str) -> Parts:
@@ -334,7 +335,7 @@ def _document(block: AttachedBlock, at: str) -> Parts:
         for i, part in enumerate(content):
             inner = f"{at}.content[{i}]"
             if isinstance(part, ImageBlock):
-                yield _image(part), f"{inner}.source"
+                yield _image(part, f"{inner}.source")
             else:
                 yield {"type": "document", "text": part.text, "name": name}, f"{inner}.text"
     elif isinstance(source, Base64Source):

@@ -96,7 +96,7 @@ class ResponsesDialect(Translation):
 
     def _item(self, item: AnyItem, at: str) -> None:
         if isinstance(item, MessageItem):
-            self.begin(item.role, at)
+            self.begin(item.role, at, f"{at}.content")
             self.add(_parts(item.content, f"{at}.content"))
         elif isinstance(item, CallItem):
             self.go_on("assistant", at)
@@ -105,7 +105,7 @@ class ResponsesDialect(Translation):
                 f"{self._last}.tool_calls[{len(self.messages[-1]['tool_calls']) - 1}].function.arguments"
             ] = f"{at}.arguments"
         elif isinstance(item, CallOutputItem):
-            self.begin("tool", at, tool_call_id=item.call_id)
+            self.begin("tool", at, f"{at}.output", tool_call_id=item.call_id)
             self.add(_parts(item.output, f"{at}.output"))
         elif isinstance(item, ItemReference):
             self.begin("assistant", at)
@@ -404,13 +404,13 @@ async def create(body: ResponsesRequest, request: Request, state: StateDep, user
 @router.get("/{response_id}", response_model=ResponseObject)
 async def get_response(response_id: str, state: StateDep, user: CurrentUser) -> Response:
     """Show a response that is still kept."""
-    return JSONResponse(state.responses.get(user.id, _own(response_id)).body)
+    return JSONResponse(state.responses.get(user.id, _own(response_id), "response_id").body)
 
 
 @router.delete("/{response_id}")
 async def delete_response(response_id: str, state: StateDep, user: CurrentUser) -> ResponseDeleted:
     """Forget a response. Others that went on from it keep their conversations."""
-    state.responses.remove(user.id, _own(response_id))
+    state.responses.remove(user.id, _own(response_id), "response_id")
     return ResponseDeleted(id=response_id)
 
 

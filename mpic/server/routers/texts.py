@@ -55,10 +55,13 @@ class TextDialect(Translation):
         policy = named_policy(state.config.engine.policy) or state.auto.default
         sampling = chat.sampling_of(body)
         requests = []
-        for text in self.texts:
+        for i, text in enumerate(self.texts):
+            if len(self.texts) > 1:  # errors name the one that is refused
+                self.places = dict.fromkeys(("messages", PROMPT), f"{PROMPT}[{i}]")
             prompt = Prompt((TextSegment(_ids(text, state)),))
             check_prompt(prompt)
             requests.append(GenerationRequest(f"cmpl-{uuid.uuid4().hex}", prompt, policy, sampling, user))
+        self.places = {"messages": PROMPT}
         return requests, ()
 
     def whole(self, completion: dict[str, Any], stop: str | None) -> dict[str, Any]:

@@ -50,15 +50,20 @@ class Translation(Dialect):
     def _last(self) -> str:
         return f"messages[{len(self.messages) - 1}]"
 
-    def begin(self, role: str, place: str, **fields: Any) -> None:
-        """Begins a new message."""
+    def begin(self, role: str, place: str, content: str | None = None, **fields: Any) -> None:
+        """Begins a new message.
+
+        Args:
+            content: the field that holds its content; None: it is ``place`` itself.
+        """
         self.messages.append({"role": role, "content": [], **fields})
         self.places[self._last] = place
+        self.places[f"{self._last}.content"] = content or place
 
-    def go_on(self, role: str, place: str) -> None:
-        """Begins a new message unless the last one has this role."""
+    def go_on(self, role: str, place: str, content: str | None = None) -> None:
+        """Begins a new message (``begin``) unless the last one has this role."""
         if not self.messages or self.messages[-1]["role"] != role:
-            self.begin(role, place)
+            self.begin(role, place, content)
 
     def add(self, parts: Parts) -> None:
         """Adds parts to the last message."""
