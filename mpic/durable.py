@@ -179,6 +179,24 @@ def read_all(files: FileSystem, fd: int, into: memoryview, offset: int) -> int:
     return done
 
 
+def read_small(path: Path, most: int) -> bytes:
+    """Returns the content of a small file. Neither waits for a pipe that has its name nor reads a device without end.
+
+    Args:
+        most: bytes that it may have.
+
+    Raises:
+        FileNotFoundError: there is none, or what has its name is no regular file.
+        ValueError: it is larger.
+        OSError: it cannot be read.
+    """
+    with os.fdopen(FileSystem().open(path), "rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"{path.name} is larger than {most} bytes")
+    return content
+
+
 def temporary_name(path: Path) -> Path:
     """Returns a new temporary name beside ``path``."""
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}{TEMPORARY}")

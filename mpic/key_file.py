@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Literal
 
 from mpic.database import PATIENCE, translated
-from mpic.errors import DatabaseFailed, IntegrityError
+from mpic.errors import DatabaseDamaged, DatabaseFailed, IntegrityError
 
 log = logging.getLogger(__name__)
 FILE = "keys.sqlite"
 VERSION = 3
+ADVICE = (
+    f"move {FILE}, {FILE}-wal and {FILE}-shm away first, then put a copy of {FILE} there or make new keys"
+)
 
 
 class KeyFile:
@@ -96,7 +99,13 @@ class KeyFile:
             raise DatabaseFailed(f"{FILE} cannot be hidden from others ({error.strerror})") from error
         self._writer.execute("PRAGMA journal_mode = WAL")
         self._writer.execute("PRAGMA synchronous = FULL")
-        self._migrate()
+        try:
+            self._migrate()
+        except sqlite3.OperationalError as error:
+            self.close()
+            if error.sqlite_errorcode != sqlite3.SQLITE_ERROR:
+                raise
+            raise DatabaseDamaged(f"{FILE} is not a key store of this program ({error}); {ADVICE}") from error
         self._reader.row_factory = sqlite3.Row
         for db in (self._writer, self._reader):
             db.execute(f"PRAGMA busy_timeout = {round(self._patience * 1000)}")
@@ -158,8 +167,7 @@ class KeyFile:
             )
 
     def _translated(self) -> AbstractContextManager[None]:
-        advice = f"move {FILE}, {FILE}-wal and {FILE}-shm away first, then put a copy of {FILE} there or make new keys"
-        return translated("the key store", advice)
+        return translated("the key store", ADVICE)
 
     def _migrate(self) -> None:
         self._writer.execute("BEGIN IMMEDIATE")
@@ -198,3 +206,8 @@ class KeyFile:
             self._writer.execute("ALTER TABLE keys DROP COLUMN first_role")
             self._writer.execute(f"PRAGMA user_version = {VERSION}")
         self._writer.execute("COMMIT")
+        columns = (
+            "prefix, hash, user, role, created_at, revoked_at, requests_per_minute, concurrent, bytes, files"
+        )
+        self._writer.execute(f"SELECT {columns} FROM keys LIMIT 0")
+        self._writer.execute("SELECT hash, key, until FROM logins LIMIT 0")

@@ -29,9 +29,9 @@ from typing import Any, Literal
 
 from mpic.database import PATIENCE
 from mpic.durable import FileSystem
-from mpic.errors import BadRequest, DatabaseFailed, NotFound, Unavailable, cut
+from mpic.errors import BadRequest, DatabaseDamaged, DatabaseFailed, NotFound, Unavailable, cut
 from mpic.file_status import is_file
-from mpic.key_file import FILE, KeyFile
+from mpic.key_file import ADVICE, FILE, KeyFile
 
 LOGIN_SECONDS = 12 * 3600
 """Lifetime of a login."""
@@ -179,7 +179,7 @@ class KeyStore:
         """Returns whether a key was ever made here. Revoked keys count, because revoking the last key must not open the
         server. So do those of a file that was lost, emptied or replaced since: ``NEEDED`` remembers them."""
         if not self._any:
-            self._any = _is_there(self.path.with_name(NEEDED))
+            self._any = _has_mark(self.path.parent)
         if not self._any:
             with self._file.reading(removed=True) as db:
                 self._any = db.execute("SELECT 1 FROM keys LIMIT 1").fetchone() is not None
@@ -240,7 +240,7 @@ def any_keys(folder: Path) -> bool:
     """Returns whether a key was ever made for this folder. Unlike a ``KeyStore``, it creates neither the folder nor the
     file of the keys. Raises the errors of a ``KeyStore``."""
     if not _is_there(folder / FILE):
-        return _is_there(folder / NEEDED)
+        return _has_mark(folder)
     with closing(KeyStore(folder)) as keys:
         return keys.exist()
 
@@ -272,11 +272,28 @@ def mark_keys(folder: Path) -> None:
         raise DatabaseFailed(f"{folder / NEEDED} cannot be written ({error.strerror})") from error
 
 
-def _is_there(path: Path) -> bool:
+def _has_mark(folder: Path) -> bool:
+    """Returns whether the folder has ``NEEDED``. Whatever has that name counts: a link to nothing, say."""
     try:
-        return is_file(path)
+        os.lstat(folder / NEEDED)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise DatabaseFailed(f"{folder / NEEDED} cannot be looked at ({error.strerror})") from error
+    return True
+
+
+def _is_there(path: Path) -> bool:
+    """Returns whether there is a file. Raises DatabaseFailed: it is something else, or cannot be looked at."""
+    try:
+        if is_file(path):
+            return True
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
     except OSError as error:
         raise DatabaseFailed(f"{path} cannot be looked at ({error.strerror})") from error
+    raise DatabaseFailed(f"{path} is not a file; {ADVICE}")
 
 
 def _hash(secret: str) -> bytes:
@@ -284,5 +301,14 @@ def _hash(secret: str) -> bytes:
 
 
 def _key(row: sqlite3.Row) -> Key:
-    limits = KeyLimits(**{field.name: row[field.name] for field in fields(KeyLimits)})
+    """Returns the key of a row. Raises DatabaseDamaged: it is not one that this program writes."""
+    try:
+        limits = KeyLimits(**{field.name: row[field.name] for field in fields(KeyLimits)})
+        known = NAME.fullmatch(row["user"]) and row["role"] in ROLES and row["created_at"] >= 0
+    except (TypeError, BadRequest):
+        known = None
+    if not known:
+        raise DatabaseDamaged(
+            f"the key {cut(row['prefix'])!r} in {FILE} is not one that this program writes; {ADVICE}"
+        )
     return Key(row["prefix"], row["user"], row["role"], limits, row["created_at"], row["revoked_at"])

@@ -119,6 +119,8 @@ def kv_dtype_of(info: Any) -> str:
 def read_calibration(path: Path) -> Calibration:
     """Reads a calibration. Raises Unusable, FileNotFoundError."""
     try:
+        if path.exists() and not path.is_file():
+            raise Unusable(path, "it is not a file")
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
     except FileNotFoundError:

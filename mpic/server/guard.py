@@ -20,8 +20,10 @@ from mpic.server.uploads import UploadsUnderWay
 
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 PROXIED = re.compile(
-    "forwarded|via|x-(?:forwarded|original|envoy|amzn)(?:-.*)?|(?:x-)?(?:real|client|cluster-client|proxyuser)-ip"
-    "|true-client-ip|cf-(?:connecting-ip|ray|visitor)|cdn-loop|fastly-client-ip"
+    "forwarded|via|x-(?:forwarded|original|envoy|amzn|amz-cf|azure|appengine|arr|vercel|nf|proxy)(?:-.*)?"
+    "|(?:x-)?(?:real|client|cluster-client|proxyuser|true-client|fastly-client|fly-client|do-connecting)-ip"
+    "|cf-(?:connecting-ip(?:v6)?|ray|visitor|ipcountry)|cdn-loop|x-(?:varnish|scheme|url-scheme|host|rewrite-url)"
+    "|(?:front-end|x-front-end)-https|proxy-connection|akamai-origin-hop"
 )
 """Fields that proxies add to a request: those of RFC 9110 and 7239, and those of common programs and services."""
 UPLOADS = re.compile(

@@ -23,6 +23,7 @@ from mpic.errors import (
     StorageFull,
     Unavailable,
 )
+from mpic.file_status import is_own_file
 from mpic.keys import KeyStore
 from mpic.library import SHARED, Library
 from mpic.library.caches import CachedText
@@ -119,6 +120,26 @@ def test_a_backup_names_lost_originals_and_copies_the_rest(library, tmp_path, cl
     with Library.open(tmp_path / "r", clock=clock) as other:
         assert other.files.get("ann", file.id).error == "the original is lost"
         assert other.files.by_handle("bob", "B").state == "compiling"
+    library.files.delete("ann", file.id)
+
+
+@pytest.mark.parametrize("link", [True, False])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
+@pytest.mark.parametrize("suffix", ["", ".json"])
+def test_a_backup_reads_and_links_no_pipe_folder_or_device(library, tmp_path, suffix, kind, link):
+    fill(library)
+    file = library.files.by_handle("ann", "T")
+    path = file.path
+    place = path.with_name(path.name + suffix)
+    place.unlink()
+    if kind == "device":
+        place.symlink_to("/dev/full")
+    else:
+        os.mkfifo(place) if kind == "pipe" else place.mkdir()
+    done = backup(library.root, tmp_path / "b", link=link)
+    assert done.lost == ([] if suffix else [str(path.relative_to(library.root))])
+    assert all(p.is_dir() or is_own_file(p) for p in (tmp_path / "b").rglob("*"))
+    place.rmdir() if kind == "folder" else place.unlink()
     library.files.delete("ann", file.id)
 
 

@@ -1,15 +1,17 @@
 """The folder of a library: taken only if it is free, held by one process, and noticed when it goes away."""
 
 import asyncio
+import os
 import shutil
 
 import pytest
 from library_tools import downgrade, everything, fill, lose_catalogue, make_chunk, text_key
 
-from mpic.errors import ForeignFolder, LibraryGone, Unavailable
+from mpic.errors import DatabaseDamaged, ForeignFolder, LibraryGone, Unavailable
 from mpic.library import Library
 from mpic.library.caches import CachedText
 from mpic.library.catalog import database
+from mpic.library.folder.layout import CATALOG
 from mpic.library.folder.lock import MARKER
 from mpic.library.upkeep import check
 
@@ -25,6 +27,19 @@ def test_a_folder_in_which_a_name_of_the_library_is_taken_is_refused_unchanged(t
     with pytest.raises(ForeignFolder, match=name.split("/")[0]):
         Library.open(tmp_path)
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()] == [name]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link to nothing"])
+@pytest.mark.parametrize("name", [MARKER, CATALOG])
+def test_a_start_waits_for_no_pipe_in_place_of_the_marker_or_the_catalogue(root, clock, name, kind):
+    (root / name).unlink()
+    os.mkfifo(root / name) if kind == "pipe" else (root / name).symlink_to("/nowhere")
+    if name == MARKER:  # it is made again
+        Library.open(root, clock=clock).close()
+        assert (root / name).is_file() and not (root / name).is_symlink()
+    else:
+        with pytest.raises(DatabaseDamaged, match="it is not a file"):
+            Library.open(root, clock=clock)
 
 
 def test_a_new_library_is_made_where_its_names_are_free(tmp_path):

@@ -101,6 +101,17 @@ def test_answers_end_when_their_key_is_revoked_and_those_of_other_keys_go_on(tmp
         assert clients[0].refusal() == (401, "unauthorized")
 
 
+async def test_no_cache_keeps_an_answer_that_depends_on_who_asks(server):
+    alice = server.key()
+    file = server.library.files.add("alice", png(), "p.png", handle="P")
+    own = ["", f"/{file.id}", f"/{file.id}/content", "/nothing/content"]
+    for path in [f"/v1/files{rest}" for rest in own] + ["/v1/models", "/v1/savings", "/health", "/metrics"]:
+        answer = await server.http.get(path, headers=alice)
+        assert answer.headers["cache-control"] == "private, no-store", path
+    part = await server.http.get(f"/v1/files/{file.id}/content", headers={**alice, "Range": "bytes=0-3"})
+    assert (part.status_code, part.headers["cache-control"]) == (206, "private, no-store")
+
+
 async def test_a_refused_upload_is_not_even_read(server):
     server.key()
     read = 0

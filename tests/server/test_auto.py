@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from mpic.data.bundled import model_folder
 from mpic.link import parse_policy
 from mpic.link.engines import PROVIDES, refusal
 from mpic.model.load import load_model
-from mpic.server.auto import Auto, Calibration, MeasuredPolicy, path_of
+from mpic.server.auto import Auto, Calibration, MeasuredPolicy, Unusable, path_of, read_calibration
 from mpic_lab.calibrate.cli import POLICIES
 
 INFO = FakeEngine().info
@@ -112,6 +113,15 @@ async def test_a_calibration_that_cannot_be_used_is_named_and_the_model_is_serve
     assert policies == ["prefix"]
     for said in (caplog.text, health["auto"]["why"]):
         assert str(path) in said and says in said
+
+
+@pytest.mark.parametrize("place", [os.mkfifo, os.mkdir])
+def test_a_calibration_that_is_no_file_is_named_and_not_waited_for(tmp_path, place):
+    path = write(tmp_path, "x")
+    path.unlink()
+    place(path)
+    with pytest.raises(Unusable, match="it is not a file"):
+        read_calibration(path)
 
 
 async def test_a_request_may_ask_for_auto_and_for_a_policy_by_name(tmp_path, template):

@@ -11,7 +11,6 @@ import shutil
 import sqlite3
 import threading
 from contextlib import closing
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -249,7 +248,7 @@ async def test_a_server_whose_catalogue_cannot_be_read_is_not_ready(server, monk
 def test_a_marker_that_the_disk_does_not_give_is_no_damaged_library(tmp_path, monkeypatch):
     with closing(Library.open(tmp_path)):
         pass
-    monkeypatch.setattr(Path, "read_bytes", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
+    monkeypatch.setattr(FileSystem, "open", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
     with pytest.raises(DatabaseFailed, match="check the disk"):
         Library.open(tmp_path)
 

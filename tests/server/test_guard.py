@@ -114,6 +114,18 @@ async def test_other_hosts_and_origins_may_not_call(headers):
         "X-Original-Host",
         "X-Client-IP",
         "CF-Connecting-IP",
+        "CF-Connecting-IPv6",
+        "True-Client-IP",
+        "X-Scheme",
+        "X-Azure-ClientIP",
+        "X-Amz-Cf-Id",
+        "X-Envoy-External-Address",
+        "X-ARR-SSL",
+        "X-Varnish",
+        "Front-End-Https",
+        "Proxy-Connection",
+        "DO-Connecting-IP",
+        "CDN-Loop",
     ],
 )
 async def test_without_keys_nobody_may_call_through_a_proxy(server, field):

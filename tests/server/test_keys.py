@@ -1,6 +1,7 @@
 """API keys: their storage, and the requests they allow."""
 
 import json
+import os
 import sqlite3
 import stat
 from contextlib import closing
@@ -360,6 +361,47 @@ async def test_a_running_server_without_keys_does_not_open_again_when_a_first_ke
         stored(tmp_path, "ann")
         lose(tmp_path)
         assert (await server.http.get("/v1/files")).status_code in (401, 503)
+
+
+PLACES = {
+    "a pipe": os.mkfifo,
+    "a folder": os.mkdir,
+    "a link to nothing": lambda path: os.symlink("/nowhere", path),
+}
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("name", ["keys.sqlite", NEEDED])
+def test_what_is_no_file_in_place_of_keys_or_mark_does_not_open_the_server(tmp_path, name, place):
+    stored(tmp_path, "ann")
+    remove(tmp_path)
+    forget_mark(tmp_path)
+    place(tmp_path / name)
+    config = load_config(None, {"data_dir": str(tmp_path), "port": 0})
+    with pytest.raises(KeysLost if name == NEEDED else DatabaseFailed, match=r"keys\.(needed|sqlite)"):
+        preflight.check(config)
+
+
+FOREIGN = {
+    "no table": "DROP TABLE keys",
+    "a table of other columns": "DROP TABLE keys; CREATE TABLE keys (key TEXT)",
+    "the version of a new file": "PRAGMA user_version = 0",
+    "a limit that is a word": "UPDATE keys SET concurrent = 'few'",
+    "a limit below 1": "UPDATE keys SET files = -1",
+    "a user that is a path": "UPDATE keys SET user = '../bob'",
+    "a user that is no text": "UPDATE keys SET user = x'00ff'",
+    "a time that is a word": "UPDATE keys SET created_at = 'today'",
+}
+
+
+@pytest.mark.parametrize("change", FOREIGN.values(), ids=FOREIGN)
+def test_keys_that_this_program_does_not_write_are_refused(tmp_path, mpic, change):
+    stored(tmp_path, "ann")
+    with closing(sqlite3.connect(tmp_path / "keys.sqlite")) as db, db:
+        db.executescript(change)
+    with pytest.raises(DatabaseDamaged, match=r"keys\.sqlite.*put a copy of keys\.sqlite there"):
+        check_not_lost(tmp_path)
+    assert isinstance(mpic("list").exception, DatabaseDamaged)
 
 
 def test_a_restored_backup_still_needs_keys(tmp_path):

@@ -131,6 +131,8 @@ def test_the_documented_configuration_of_a_proxy_does_its_work(proxy, behind):
     ) as http:
         assert http.get("/v1/models").status_code == 200
         assert http.get("/v1/models", headers={"Host": "other.example.org"}).status_code == 403
+        prefixed = {"X-Forwarded-Prefix": "/x"}  # a client must not say which part of its path counts
+        assert http.get("/x/v1/models", headers=prefixed).status_code == 404
         with tls(proxy) as sock:
             sock.sendall(b"POST /v1/files HTTP/1.1\r\nHost: api.example.org\r\n")
             sock.sendall(b"Content-Length: 80000000\r\n\r\n")

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Literal
 
 from mpic.database import PATIENCE, translated
-from mpic.durable import FileSystem, storage_error, write_durably
+from mpic.durable import FileSystem, read_small, storage_error, write_durably
 from mpic.errors import BadRequest, DatabaseBusy, DatabaseDamaged, DatabaseFailed, Unavailable
+from mpic.file_status import is_own_file
 from mpic.keys import any_keys, mark_keys
 from mpic.library.catalog.database import NAME, Catalog
 from mpic.library.folder.layout import CATALOG, CatalogRow, sidecar_of
@@ -62,7 +63,7 @@ class Manifest:
             BadRequest: the folder is not a backup of this program, or is an incomplete one.
         """
         try:
-            manifest = cls(**json.loads((folder / BACKUP).read_bytes()))
+            manifest = cls(**json.loads(read_small(folder / BACKUP, 1 << 20)))
             if not all(isinstance(count, int) for count in manifest.counts.values()):
                 raise ValueError("its counts are not numbers")
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -276,13 +277,16 @@ class _Backup:
             self._filesystem.sync_folder(folder)
 
     def _take(self, path: str) -> str | None:
-        """Links or copies a file; returns its SHA-256 (empty for a link), or None if it is not there."""
+        """Links or copies a file; returns its SHA-256 (empty for a link), or None if it is not there: a pipe, a folder
+        or a device is no file."""
         source, target = self._root / path, self._target / path
         self._filesystem.make_folder(target.parent)
         self._folders.add(target.parent)
         with suppress(FileNotFoundError):
             target.unlink()
         try:
+            if not is_own_file(source):
+                return None
             if self._link and _linked(source, target):
                 self.done.counts["linked"] += 1
                 return ""

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Literal
 
 from mpic.database import PATIENCE, translation
-from mpic.durable import FULL, TEMPORARY, FileSystem, storage_error, write_durably
+from mpic.durable import FULL, TEMPORARY, FileSystem, read_small, storage_error, write_durably
 from mpic.errors import (
     DatabaseDamaged,
     DatabaseFailed,
@@ -83,7 +83,7 @@ class Marker:
             IntegrityError: it was written by a newer version of this program.
         """
         try:
-            values = json.loads((root / MARKER).read_bytes())
+            values = json.loads(read_small(root / MARKER, PIECE))
             marker = cls(str(values["id"]), values["state"], int(values["format"]))
         except OSError as error:
             if error.errno == errno.EIO:
@@ -215,6 +215,9 @@ def inspect_catalog(path: Path) -> CatalogState:
     Raises:
         DatabaseBusy, DatabaseFailed: it cannot be read now.
     """
+    if os.path.lexists(path) and not path.is_file():
+        # SQLite would wait for whoever writes to a pipe
+        return CatalogState("damaged", why="it is not a file")
     found = _state(path)
     if found.state == "damaged":  # SQLite says the same of a page that the disk does not give
         try:
