@@ -148,11 +148,7 @@ class UploadIntake(LibraryPart):
             (wanted.replace and not _same(old, wanted, incoming))
             or (old.sha256 == file.sha256 and not self._intact(old))
         )
-        before = self._rows.by_handle(wanted.owner, wanted.handle) if wanted.handle else None
-        replaces = before.id if before and may_replace(before) else ""
-        self._originals.publish(
-            [(incoming, file.path)], Sidecar.of("file", self._rows.values(file), replaces=replaces)
-        )
+        self._originals.publish([(incoming, file.path)], Sidecar.of("file", self._rows.values(file)))
         try:
             old = self._rows.insert(file, may_replace, wanted.key)
         except BaseException as error:

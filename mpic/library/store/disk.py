@@ -27,12 +27,11 @@ from mpic.file_status import status_of
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey
 from mpic.kv.file import ChunkFile, encode
 from mpic.library.catalog.database import OWED, Catalog
-from mpic.library.folder.layout import chunk_path
+from mpic.library.folder.layout import chunk_path, scan_chunks
 from mpic.library.folder.quarantine import Orphans, Quarantine
 from mpic.library.limits import Limits
 from mpic.library.store.chunk_rows import ChunkRow, ChunkRows, DurableChunk, Source
 from mpic.library.store.disk_parts import DiskParts
-from mpic.library.store.reconcile import reconcile_chunks
 from mpic.library.store.tombstones import DeletedContents
 from mpic.memory import is_exhaustion
 
@@ -315,12 +314,39 @@ class DiskStore:
     # Housekeeping
 
     def reconcile(self, orphans: Orphans) -> Counter[str]:
-        """Makes files and rows agree, at start-up; see ``reconcile_chunks``."""
-        done = reconcile_chunks(
-            self.root, self._rows, self._catalog, self._quarantine, self._filesystem, orphans
-        )
-        self._count(missing=done["missing_chunks"])
-        return done
+        """Makes files and rows agree, at start-up. A file that the catalogue knows to be gone (evicted, expired,
+        deleted) was left by a crash and is removed; one that it does not know goes to the orphans.
+
+        Returns:
+            How many of each: ``missing_chunks`` have no file any more (a file of the wrong size is put into
+            quarantine), ``found_chunks`` have theirs again, ``leftovers`` were removed, ``orphans`` were put aside,
+            ``unknown`` have no name of this program and were left alone.
+        """
+        found = scan_chunks(self.root)
+        for path in found.leftovers:  # before anything is written: they may be what fills the disk
+            self._filesystem.try_remove(self.root / path)
+        lost, revived, gone = [], [], []
+        for row, state in self._rows.every():
+            size = found.sizes.pop(row.path, None)
+            if state == "ready" and size != row.bytes:
+                lost.append(row.key)
+                if size is not None:
+                    self._quarantine.take(self.root / row.path)
+            elif state == "missing" and size == row.bytes:
+                revived.append(row.key)
+            elif state != "ready" and size is not None:
+                gone.append(row.path)
+        self._rows.mark(lost, "missing")
+        self._rows.revive(revived)
+        deleted = self._catalog.tombstones(found.sizes)
+        aside = [path for path in found.sizes if path not in deleted]
+        orphans.take(aside)
+        for path in (*gone, *deleted):
+            self._filesystem.try_remove(self.root / path)
+        self._count(missing=len(lost))
+        removed = len(found.leftovers) + len(gone) + len(deleted)
+        done = Counter(missing_chunks=len(lost), found_chunks=len(revived), leftovers=removed)
+        return done + Counter(orphans=len(aside), unknown=len(found.unknown))
 
     def forget_gone(self, before: float) -> None:
         """Forgets the chunks that are gone and were last used before this time, with what was put aside of them."""
