@@ -240,11 +240,7 @@ class Library:
         }
 
     def check(self) -> None:
-        """Verifies the catalogue, and that files and rows agree.
-
-        Raises:
-            IntegrityError: they do not.
-        """
+        """Verifies the catalogue, and that files and rows agree. Raises IntegrityError: they do not."""
         self.catalog.check()
         self.store.check()
         self.files.check()

@@ -120,9 +120,8 @@ class _Rebuilding:
         self._clock, self._progress = clock, progress
         self._found = scan(root)
         self._changed: list[tuple[Path, Sidecar]] = []
-        self._without_claim: list[
-            str
-        ] = []  # ids of files whose sidecars claim a handle that they do not have
+        # ids of files whose sidecars claim a handle that they do not have
+        self._without_claim: list[str] = []
         self._sidecars = Sidecars(root, filesystem)
         self._done = Recovery()
 

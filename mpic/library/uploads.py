@@ -229,10 +229,6 @@ class UploadLibrary(InlineChunks):
         """Opens the original, verified, to be read in pieces; the caller closes it. Raises as ``content``."""
         return self._verified(self.get(user, file_id), self._originals.open)
 
-    async def download(self, user: str, file_id: str) -> bytes:
-        """Does the same as ``content`` on an event loop."""
-        return await asyncio.to_thread(self.content, user, file_id)
-
     def chunk(self, user: str, file: File | str, tokenize: Tokenize | None = None) -> Chunk:
         """Returns the file's content as a chunk, for prompts.
 
@@ -426,11 +422,7 @@ class UploadLibrary(InlineChunks):
         return self._rows.paths()
 
     def check(self) -> None:
-        """Checks that every row has its original.
-
-        Raises:
-            IntegrityError: some are not there.
-        """
+        """Checks that every row has its original. Raises IntegrityError: some are not there."""
         with self._store.lock:
             self._originals.check(self.paths, "originals")
 

@@ -126,11 +126,7 @@ class Sidecar:
 
     @classmethod
     def decode(cls, data: bytes, name: str) -> Sidecar:
-        """Reads the bytes of a sidecar.
-
-        Raises:
-            CorruptFile: it is damaged, or has another format.
-        """
+        """Reads the bytes of a sidecar. Raises CorruptFile: it is damaged, or has another format."""
         try:
             whole = bounded_json.read(data, BOUNDS)
             record = json.dumps(whole["record"], sort_keys=True)
@@ -230,11 +226,7 @@ class Sidecars:
         return self._root / "files" / owner_folder(owner) / name
 
     def write(self, path: Path, sidecar: Sidecar) -> None:
-        """Writes a sidecar durably.
-
-        Raises:
-            StorageFull: the disk is full.
-        """
+        """Writes a sidecar durably. Raises StorageFull: the disk is full."""
         write_durably(self._filesystem, path, [memoryview(sidecar.encode())])
 
     def rewrite(self, db: Connection, kind: SidecarKind, id: str) -> None:

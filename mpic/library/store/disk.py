@@ -26,12 +26,12 @@ from mpic.errors import CorruptFile, IntegrityError, MPICError, NotFound, OutOfM
 from mpic.file_status import status_of
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey
 from mpic.kv.file import ChunkFile, encode
+from mpic.kv.parts import LayerRange, Piece, PieceReader
 from mpic.library.catalog.database import OWED, Catalog
 from mpic.library.folder.layout import chunk_path, scan_chunks
 from mpic.library.folder.quarantine import Orphans, Quarantine
 from mpic.library.limits import Limits
 from mpic.library.store.chunk_rows import ChunkRow, ChunkRows, DurableChunk, Source
-from mpic.library.store.disk_parts import DiskParts
 from mpic.library.store.tombstones import DeletedContents
 from mpic.memory import is_exhaustion
 
@@ -86,8 +86,7 @@ class DiskChunk:
         """Opens the file to be read in pieces of at most ``most`` bytes; raises what ``read_layers`` does."""
         own = self._file is None
         file = self._file or self._store._file(self._key, self._tokens, inputs=False)
-        failed = partial(self._store.failed, self._key, file)
-        return DiskParts(file, own, most, failed, lambda size: self._store._count(bytes_read=size))
+        return DiskParts(self._store, self._key, file, own, most)
 
     def read_ahead(self) -> None:
         """Begins reading the file; see ``StoredChunk``."""
@@ -102,6 +101,38 @@ class DiskChunk:
         file, self._file = self._file, None
         if file is not None:
             file.close()
+
+
+class DiskParts:
+    """A chunk that several threads read at the same time; see ``mpic.kv.store.PartedChunk``.
+
+    Args:
+        own: ``close`` closes the file.
+        most: bytes of the largest piece.
+    """
+
+    def __init__(self, store: DiskStore, key: KVKey, file: ChunkFile, own: bool, most: int) -> None:
+        self._store, self._key, self._file, self._own = store, key, file, own
+        self._told = threading.Lock()  # taken for good with the first error
+        self.shape, self.dtype = file.shape.extent(file.slots), file.dtype
+        self.parts = file.parts(most)
+
+    def read_part(self, part: LayerRange) -> Iterator[tuple[Piece, PieceReader]]:
+        for piece, read in self._file.read_part(part):
+            yield piece, partial(self._read, read)
+
+    def _read(self, read: PieceReader, memory: torch.Tensor) -> None:
+        try:
+            read(memory)
+        except (CorruptFile, OSError) as error:
+            if self._told.acquire(blocking=False):
+                self._store.failed(self._key, self._file, error)
+            raise
+        self._store._count(bytes_read=memory.nbytes)
+
+    def close(self) -> None:
+        if self._own:
+            self._file.close()
 
 
 class DiskStore:
