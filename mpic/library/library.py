@@ -172,7 +172,7 @@ class Library:
         names = (
             "missing_chunks lost_files found_chunks unlisted_files leftovers orphans unknown expired_orphans"
         )
-        done = Counter(dict.fromkeys(names.split(), 0))
+        done: Counter[str] = Counter(dict.fromkeys(names.split(), 0))
         known = self.files.paths() | self.references.paths()
         originals = Reconciliation(self.root, self.catalog, self.sidecars, self.filesystem, known)
         originals.remove_leftovers()

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import RLock
 from typing import Any, Literal, TypeVar
+from weakref import WeakSet
 
 from PIL import Image
 
@@ -76,7 +77,8 @@ class ReferenceLibrary(LibraryPart):
         self.upload_bytes = storage.limits.upload_bytes
         self._rows = rows
         self._tokens = TokenCache()
-        self._linked = LinkedVersions()
+        # the versions of which a chunk is alive: a request holds the chunks of its prompt until it ends
+        self._linked: defaultdict[tuple[str, int], WeakSet[Lease]] = defaultdict(WeakSet)
         self._lock = RLock()  # guards _linked; no chunk is made of a version while it is collected
 
     # Writing
@@ -239,7 +241,7 @@ class ReferenceLibrary(LibraryPart):
         with self._lock:
             if not self._rows.exists(reference):
                 raise _gone(reference)
-            self._linked.add(reference, lease)
+            self._linked[reference.id, reference.version].add(lease)
         return Chunk(reference.key, SHARED, ids, load, reference.title, reference.id, lease=lease)
 
     def content(self, reference: Reference) -> bytes:
@@ -363,8 +365,10 @@ class ReferenceLibrary(LibraryPart):
         with self._store.lock, self._lock:
             with self._catalog.write() as db:
                 for reference in retired:
-                    if reference in self._linked or not self._rows.collect(db, reference):
+                    version = reference.id, reference.version
+                    if self._linked.get(version) or not self._rows.collect(db, reference):
                         continue
+                    self._linked.pop(version, None)
                     held = self._rows.has_content(db, reference.key, retired=True)
                     if not held:
                         rows += self._store.drop(db, SHARED, reference.key)
@@ -396,27 +400,6 @@ class ReferenceLibrary(LibraryPart):
 
 class Lease:
     """Lives as long as the chunk that was made of a version, or a copy of it under another press."""
-
-
-class LinkedVersions:
-    """The versions of references of which a chunk is alive: a request holds the chunks of its prompt until it ends. Not
-    thread-safe."""
-
-    def __init__(self) -> None:
-        self._leases: dict[tuple[str, int], list[weakref.ref[Lease]]] = {}
-
-    def add(self, reference: Reference, lease: Lease) -> None:
-        """Notes that a chunk was made of a version."""
-        version = reference.id, reference.version
-        alive = [one for one in self._leases.get(version, ()) if one() is not None]
-        self._leases[version] = [*alive, weakref.ref(lease)]
-
-    def __contains__(self, reference: Reference) -> bool:
-        version = reference.id, reference.version
-        if any(one() is not None for one in self._leases.get(version, ())):
-            return True
-        self._leases.pop(version, None)
-        return False
 
 
 def _gone(reference: Reference) -> ReferenceNotFound:
