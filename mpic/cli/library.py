@@ -127,13 +127,15 @@ def library_check(
     """Verify the catalogue and every byte of every original, sidecar and compiled chunk.
 
     The effects of a crash are repaired first. A damaged chunk is moved to `quarantine/` and compiled again on next
-    use; a damaged original stays for you to replace. Files that the catalogue does not know are counted: those that a
-    start could not add are kept in `quarantine/orphans/DATE/` for `orphan_days`. Exit status 1 if anything was damaged
-    or lost; what a server leaves that was killed is noted, and is neither.
+    use; a damaged original stays for you to replace. Files that the catalogue does not know are counted: originals with
+    a sidecar stay where they are until `mpic library recover --force` lists them, others are kept in
+    `quarantine/orphans/DATE/` for `orphan_days`. Exit status 1 if anything was damaged or lost; what a server leaves
+    that was killed is noted, and is neither.
 
     Beside a running server it changes and repairs nothing, except with `--remote` in the store: a damaged chunk is
     moved aside there, and one that a deletion has left behind is deleted, whichever server has put it there.
     """
+    from mpic.library.library import WARNINGS
     from mpic.library.upkeep import check, size_of
 
     objects = library_settings(data_dir, config).objects() if remote else None
@@ -154,6 +156,8 @@ def library_check(
         for what, count in recovered.items():
             if count and what == "unknown":
                 out.print(f"{count} files do not belong to the library and were left alone")
+            elif count and what == "unlisted_files":
+                out.print(f"{count} {WARNINGS[what]}", soft_wrap=True)
             elif count:
                 out.print(f"repaired after a crash: {count} {what.replace('_', ' ')}")
         if aside:
@@ -182,8 +186,8 @@ def library_gc(
     """Remove files that are not needed: leftovers of crashes, expired files, replaced references, quarantined chunks.
 
     A server does this by itself, except for the damaged chunks. Files that the catalogue does not know are not removed:
-    they are added, or put into `quarantine/orphans/DATE/` and deleted after `orphan_days`. Beside a running server,
-    `--dry-run` leaves out what was written in the last hour, which may be an upload under way.
+    originals with a sidecar stay, others are put into `quarantine/orphans/DATE/` and deleted after `orphan_days`.
+    Beside a running server, `--dry-run` leaves out what was written in the last hour, which may be an upload under way.
     """
     from mpic.library.upkeep import collect, garbage
 

@@ -95,10 +95,10 @@ def recover(
 
     A server refuses to start when its catalogue is missing, empty or damaged while there are files. This command reads
     and verifies every original, makes a new catalogue from the sidecars beside them (`ID.json`) and from the headers of
-    compiled chunks, and puts the old one aside as `catalog.sqlite.damaged-DATE`. If you have a copy of the catalogue,
-    put that back instead: the next start adds the files that are newer. Move `catalog.sqlite`, `catalog.sqlite-wal` and
-    `catalog.sqlite-shm` away first, or SQLite writes the old log into the copy. Exit status 1 if something could not be
-    added as it was; the table shows it.
+    compiled chunks, and puts the old one aside as `catalog.sqlite.damaged-DATE`. With `--force` it also lists the files
+    that an intact catalogue lacks: a start only counts those, after a crash or with an older copy of the catalogue. To
+    put such a copy back, move `catalog.sqlite`, `catalog.sqlite-wal` and `catalog.sqlite-shm` away first, or SQLite
+    writes the old log into the copy. Exit status 1 if something could not be added as it was; the table shows it.
     """
     from mpic.library.rebuild import recover, size_of
 

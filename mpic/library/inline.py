@@ -19,8 +19,7 @@ from mpic.library.intake.decode import (
     read_document,
     sniff,
 )
-from mpic.library.intake.image_keys import ImageKeys
-from mpic.library.intake.tokens import TokenCache
+from mpic.library.intake.remembered import ImageKeys, TokenCache
 from mpic.library.part import LibraryPart, Storage
 from mpic.library.records import Tokenize
 

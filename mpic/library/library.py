@@ -34,9 +34,8 @@ from mpic.library.uploads import UploadLibrary
 WARNINGS = {
     "missing_chunks": "compiled chunks are gone; they are compiled again on next use",
     "lost_files": "originals are gone; their files are marked as failed",
-    "adopted_files": "uploads that the catalogue did not know were adopted from their sidecars",
-    "replaced_files": "replacements of uploads that a crash had interrupted are finished",
-    "adopted_chunks": "compiled chunks that the catalogue did not know were adopted",
+    "unlisted_files": "files or quotas that the catalogue does not list stay as they are; stop the server and run "
+    "`mpic library recover --force` to list them",
     "orphans": "files that the catalogue does not know were put into quarantine/orphans",
 }
 """Log lines of a start, by count of ``Library.reconcile``."""
@@ -166,27 +165,21 @@ class Library:
 
         Returns:
             How many of each: ``missing_chunks`` and ``lost_files`` have a row and no file, ``found_chunks`` have theirs
-            again, ``adopted_chunks`` and ``adopted_files`` had no row, ``replaced_files`` were removed because one of
-            these replaces them, ``leftovers`` of crashes were removed,
-            ``orphans`` were put into quarantine and ``expired_orphans`` deleted there, ``unknown`` have no name of this
-            program and were left alone.
+            again, ``unlisted_files`` have a sidecar and no row and were left alone, ``leftovers`` of crashes were
+            removed, ``orphans`` were put into quarantine and ``expired_orphans`` deleted there, ``unknown`` have no
+            name of this program and were left alone.
         """
         names = (
-            "missing_chunks lost_files found_chunks adopted_chunks adopted_files replaced_files leftovers orphans "
-            "unknown"
+            "missing_chunks lost_files found_chunks unlisted_files leftovers orphans unknown expired_orphans"
         )
-        done = Counter(dict.fromkeys([*names.split(), "expired_orphans"], 0))
+        done: Counter[str] = Counter(dict.fromkeys(names.split(), 0))
         known = self.files.paths() | self.references.paths()
-        now = self.clock()
-        originals = Reconciliation(self.root, self.catalog, self.sidecars, self.filesystem, known, now)
+        originals = Reconciliation(self.root, self.catalog, self.sidecars, self.filesystem, known)
         originals.remove_leftovers()
         done.update(self.store.reconcile(self.orphans))
         self.references.collect_retired()
         done.update(originals.run(self.orphans))
-        if done["replaced_files"]:
-            self.files.collect_expired()
         self.forget_gone()
-        self.references.collect_retired()  # an adopted version may have replaced an older one
         done["expired_orphans"] = len(self.orphans.expire())
         for what, warning in WARNINGS.items():
             if done[what]:
@@ -247,11 +240,7 @@ class Library:
         }
 
     def check(self) -> None:
-        """Verifies the catalogue, and that files and rows agree.
-
-        Raises:
-            IntegrityError: they do not.
-        """
+        """Verifies the catalogue, and that files and rows agree. Raises IntegrityError: they do not."""
         self.catalog.check()
         self.store.check()
         self.files.check()

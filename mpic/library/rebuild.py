@@ -7,7 +7,10 @@ deleted files. A confirmed deletion has removed the sidecar, so no deleted file 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import sqlite3
 import tempfile
 import time
 from collections import Counter
@@ -16,18 +19,20 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from sqlite3 import Connection
+from typing import Any, NamedTuple
 
 from mpic.durable import FileSystem
 from mpic.errors import BadRequest, CorruptFile, MPICError, OutOfMemory
-from mpic.library.catalog.database import Catalog
-from mpic.library.folder.layout import CATALOG, SIDECAR, scan, scan_chunks
+from mpic.kv.file import ChunkFile
+from mpic.library.catalog.database import Catalog, insert_row
+from mpic.library.folder.layout import CATALOG, chunk_path, scan, scan_chunks
 from mpic.library.folder.lock import FolderLock, inspect_catalog
-from mpic.library.folder.sidecars import Sidecar, Sidecars
-from mpic.library.reconcile import DAMAGED, GAVE_HANDLE, LOST, Adoption, Record, check_original, read_sidecars
+from mpic.library.folder.sidecars import COLUMNS, CONTENT, TABLES, Sidecar, Sidecars, read_sidecars
 from mpic.library.store.chunk_rows import ChunkRows, DurableChunk
-from mpic.library.store.reconcile import read_stored
 
+DAMAGED = "the original is damaged"
+WITHOUT_HANDLE = "is without its handle, which another file of its owner has"
 NEW = f"{CATALOG}.new"
 SUFFIXES = ("", "-wal", "-shm", "-journal")
 """Suffixes that SQLite appends to the name of a database for the files that belong to it."""
@@ -114,13 +119,15 @@ class _Rebuilding:
         self._root, self._catalog, self._filesystem = root, catalog, filesystem
         self._clock, self._progress = clock, progress
         self._found = scan(root)
-        self._described: set[str] = set()  # originals that a sidecar describes
         self._changed: list[tuple[Path, Sidecar]] = []
+        # ids of files whose sidecars claim a handle that they do not have
+        self._without_claim: list[str] = []
         self._sidecars = Sidecars(root, filesystem)
         self._done = Recovery()
 
     def run(self) -> Recovery:
-        """Makes the rows."""
+        """Makes the rows. Files wait for compilation, as after an upload; if the chunk is stored already, that takes no
+        time."""
         found = self._found
         chunks = self._chunks()
         sidecars = read_sidecars(
@@ -128,19 +135,15 @@ class _Rebuilding:
             found.sidecars | found.caches | found.owners,
             lambda path, error: self._trouble(path, f"cannot be used ({error})"),
         )
+        described = {original for path, sidecar in sidecars for original in sidecar.originals(path)}
         with self._catalog.write() as db:
-            adoption = Adoption(db, self._catalog, self._clock())
             for path, sidecar in sidecars:
-                try:
-                    self._adopt(adoption, path, sidecar)
-                except CorruptFile as error:
-                    self._trouble(path, f"cannot be used ({error})")
-            for file_id in dict(adoption.notes):
+                self._adopt(db, path, sidecar)
+            for file_id in self._without_claim:
                 row = db.execute("SELECT * FROM files WHERE id = ?", (file_id,)).fetchone()
                 self._changed.append((self._sidecars.path("file", row), Sidecar.of("file", row)))
-        for path in sorted(found.originals - self._described):
+        for path in sorted(found.originals - described):
             self._trouble(path, "has no sidecar that describes it")
-        self._done.troubles += [Trouble(*note) for note in adoption.notes if note[1] != GAVE_HANDLE]
         ChunkRows(self._catalog, self._clock).put_all(chunks)
         users = self._catalog.read("SELECT COUNT(*) FROM users")[0]
         self._done.counts.update(chunks=len(chunks), users=users[0])
@@ -156,45 +159,103 @@ class _Rebuilding:
                     path.name, f"cannot be written anew ({error}); `mpic library check` does it later"
                 )
 
-    def _adopt(self, adoption: Adoption, path: str, sidecar: Sidecar) -> None:
-        if adoption.take(path, sidecar, self._verify):
+    def _adopt(self, db: Connection, path: str, sidecar: Sidecar) -> None:
+        """Makes the rows that a sidecar describes, for the originals that are there, all or none."""
+        originals = sidecar.originals(path)
+        there = {name: one for name, one in originals.items() if name in self._found.originals}
+        if originals and not there:
+            return self._trouble(path, "describes an original that is gone; it is not adopted")
+        if (
+            sidecar.kind == "reference"
+            and db.execute("SELECT 1 FROM refs WHERE id = ?", (sidecar.record["id"],)).fetchone()
+        ):  # the newest version came first
+            [original] = there
+            return self._trouble(original, "is an earlier version of a reference; it is not adopted")
+        states = {name: self._state(name, one) for name, one in there.items()}
+        db.execute("SAVEPOINT adoption")
+        try:
+            self._insert(db, path, sidecar, states)
+        except sqlite3.IntegrityError as error:
+            db.execute("ROLLBACK TO adoption")
+            self._trouble(path, f"does not fit the others, is it there twice? It is not adopted ({error})")
+        else:
             if sidecar.kind != "owner":
                 self._done.counts[f"{sidecar.kind}s"] += 1
-        elif sidecar.kind in ("file", "reference"):
-            original = path.removesuffix(SIDECAR)
-            if original in self._found.originals:
-                self._trouble(
-                    original, "is an earlier version of a reference, or there twice; it is not adopted"
-                )
-            else:
-                self._trouble(path, "describes an original that is gone; it is not adopted")
+        finally:
+            db.execute("RELEASE adoption")
 
-    def _verify(self, original: str, record: Record) -> str | None:
-        """Returns the defect of an original, or None."""
-        if original not in self._found.originals:
-            return LOST
-        self._described.add(original)
+    def _insert(self, db: Connection, path: str, sidecar: Sidecar, states: dict[str, dict[str, Any]]) -> None:
+        """Makes the rows of a sidecar and of its originals, whose columns of state are given by their paths."""
+        record, kind = sidecar.record, sidecar.kind
+        values = {name: record[name] for name in COLUMNS[kind]}
+        for column in ("metadata", "split"):
+            if column in values and (values[column] is not None or kind == "cache"):
+                values[column] = json.dumps(values[column], sort_keys=True)
+        if kind in ("file", "cache"):
+            self._catalog.add_user(db, record["owner"], record["created_at"])
+        if kind in ("file", "reference"):
+            [(original, state)] = states.items()
+            values |= state | {"path": original}
+        given = self._settle_handle(db, values) if kind == "file" else None
+        insert_row(db, TABLES[kind], values)
+        if given is not None:
+            self._without_claim.append(given)
+            if given == record["id"]:
+                self._trouble(given, WITHOUT_HANDLE)
+        for original, chunk in sidecar.originals(path).items() if kind == "cache" else ():
+            if original in states:
+                columns = {name: chunk[name] for name in ("id", "pinned", *CONTENT)} | states[original]
+                columns |= {name: record[name] for name in ("owner", "created_at", "expires_at")}
+                insert_row(db, "files", columns | {"path": original})
+                span = (chunk["id"], record["id"], chunk["position"], chunk["start"], chunk["end"])
+                db.execute("INSERT INTO cache_chunks VALUES (?, ?, ?, ?, ?)", span)
+
+    def _settle_handle(self, db: Connection, values: dict[str, Any]) -> str | None:
+        """Leaves the handle to another file of its owner that has it, unless that one has expired and loses it. Returns
+        the id of the file that is without it now."""
+        sql = "SELECT id, expires_at FROM files WHERE owner = ? AND handle = ? COLLATE NOCASE"
+        holder = db.execute(sql, (values["owner"], values["handle"])).fetchone()
+        if holder is None:
+            return None
+        if holder["expires_at"] is None or holder["expires_at"] > self._clock():
+            values["handle"] = None
+            return values["id"]
+        db.execute("UPDATE files SET handle = NULL WHERE id = ?", (holder["id"],))
+        return holder["id"]
+
+    def _state(self, original: str, record: dict[str, Any]) -> dict[str, Any]:
+        """Reads an original, and returns the columns that say whether it is the one that was uploaded."""
         try:
-            check_original(self._root / original, record, contents=True)
+            with (self._root / original).open("rb") as stream:
+                if hashlib.file_digest(stream, "sha256").hexdigest() != record["sha256"]:
+                    raise CorruptFile("is not what was uploaded")
         except (CorruptFile, OSError) as error:
             self._trouble(original, f"{error}; it is adopted as failed")
-            return DAMAGED
+            return {"tokens": None, "state": "failed", "error": DAMAGED}
         finally:
             self._progress(record["bytes"])
-        return None
+        return {"tokens": None, "state": "compiling", "error": None}
 
     def _chunks(self) -> list[DurableChunk]:
+        """Returns the chunks whose headers are intact. Their layers are verified when they are read, as those of every
+        chunk."""
         found = []
         for path in sorted(scan_chunks(self._root).sizes):
             try:
-                stored = read_stored(self._root, path, self._filesystem)
-            except (OSError, OutOfMemory) as error:
-                self._trouble(path, f"cannot be read ({error}); the next start tries again")
-                continue
-            if stored is None:
+                file = ChunkFile(self._root / path, files=self._filesystem)
+            except CorruptFile:
                 self._trouble(path, "is damaged; it is compiled again on next use")
+                continue
+            except (OSError, OutOfMemory) as error:
+                self._trouble(path, f"cannot be read ({error}); it is compiled again on next use")
+                continue
+            file.close()
+            if str(chunk_path(file.key)) == path:
+                found.append(DurableChunk(file.key, path, file.bytes, file.tokens))
             else:
-                found.append(stored)
+                self._trouble(
+                    path, "holds another chunk than its name says; it is compiled again on next use"
+                )
         return found
 
     def _trouble(self, path: str, what: str) -> None:

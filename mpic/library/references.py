@@ -9,24 +9,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import weakref
+import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import RLock
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
+from weakref import WeakSet
 
 from PIL import Image
 
-from mpic.errors import CorruptFile, ReferenceNotFound, cut
+from mpic.errors import BadRequest, CorruptFile, ReferenceExists, ReferenceNotFound, cut
 from mpic.kv.chunk import Chunk, ChunkKey, Kind
 from mpic.library.catalog.reference_rows import ReferenceRows
 from mpic.library.folder.layout import sidecar_of
-from mpic.library.folder.originals import OpenOriginal
-from mpic.library.intake.checks import check_page
+from mpic.library.folder.originals import Incoming, OpenOriginal
+from mpic.library.folder.sidecars import Sidecar
+from mpic.library.intake.checks import check_metadata, check_page, clean_name, identify, is_text, new_id
 from mpic.library.intake.decode import decode_image, read_pages
-from mpic.library.intake.receive import Arriving
-from mpic.library.intake.tokens import TokenCache
+from mpic.library.intake.receive import Arriving, receive
+from mpic.library.intake.remembered import TokenCache
 from mpic.library.part import LibraryPart, Storage
 from mpic.library.records import (
     SHARED,
@@ -39,9 +43,21 @@ from mpic.library.records import (
     State,
     Tokenize,
 )
-from mpic.library.reference_intake import ReferenceIntake
+
+REFERENCE_ID = re.compile(r"ref_[A-Za-z0-9_.-]{1,124}")
+TITLE_CHARS, DESCRIPTION_CHARS = 255, 4096
+
+SMALL = 1 << 20
+"""An original of at most so many bytes is synced within the transaction, together with its sidecar, which takes less
+time in all; a larger one is synced before it."""
 
 T = TypeVar("T")
+Source = bytes | AsyncReader | Arriving
+What = Literal["added", "replaced", "removed"]
+Publish = Callable[[Sidecar], None]
+"""Makes a version's original and this sidecar durable. It is called before the version is committed."""
+Commit = Callable[[dict[str, Any], Publish], Reference]
+"""Commits a version. Takes the fields that follow from its content, and how to publish it."""
 log = logging.getLogger(__name__)
 
 
@@ -60,16 +76,16 @@ class ReferenceLibrary(LibraryPart):
         self.listeners: list[Callable[[Change], None]] = []
         self.upload_bytes = storage.limits.upload_bytes
         self._rows = rows
-        self._intake = ReferenceIntake(storage, rows, self._notify)
         self._tokens = TokenCache()
-        self._linked = LinkedVersions()
+        # the versions of which a chunk is alive: a request holds the chunks of its prompt until it ends
+        self._linked: defaultdict[tuple[str, int], WeakSet[Lease]] = defaultdict(WeakSet)
         self._lock = RLock()  # guards _linked; no chunk is made of a version while it is collected
 
     # Writing
 
     async def add(
         self,
-        source: bytes | AsyncReader | Arriving,
+        source: Source,
         filename: str,
         *,
         title: str,
@@ -88,13 +104,25 @@ class ReferenceLibrary(LibraryPart):
             BadRequest: the id, title, description or metadata is malformed.
             StorageFull: the disk is full; nothing was stored.
         """
-        words = self._intake.checked(filename, title, description, metadata or {})
-        return await self._intake.first(id, source, words)
+        words = self._checked(filename, title, description, metadata or {})
+        name = new_id("ref_") if id is None else id
+        if not REFERENCE_ID.fullmatch(name):
+            raise BadRequest(
+                f"an id is ref_ and 1 to 124 letters, digits, '_', '.' or '-', not {cut(name)!r}", param="id"
+            )
+        if await asyncio.to_thread(self._rows.get, name) is not None:
+            raise ReferenceExists(f"there is a reference {cut(name)!r}; replace it", param="id")
+
+        def commit(content: dict[str, Any], publish: Publish) -> Reference:
+            new = Reference(id=name, version=1, created_at=content["updated_at"], **words, **content)
+            return self._rows.insert(new, publish)
+
+        return await self._receive(name, source, commit, "added")
 
     async def replace(
         self,
         id: str,
-        source: bytes | AsyncReader | Arriving,
+        source: Source,
         filename: str | None = None,
         *,
         title: str | None = None,
@@ -109,8 +137,19 @@ class ReferenceLibrary(LibraryPart):
             MPICError: see ``add`` for the other errors.
         """
         await asyncio.to_thread(self.get, id)  # checked before anything is received
-        words = self._intake.checked(filename, title, description, metadata)
-        return await self._intake.next(id, source, words)
+        words = self._checked(filename, title, description, metadata)
+
+        def commit(content: dict[str, Any], publish: Publish) -> Reference:
+            # words that are missing come from the version that is replaced, which may have been made meanwhile
+            make = lambda current: replace(current, **words, **content)
+            committed = self._rows.replace(id, make, publish)
+            if committed is None:
+                raise ReferenceNotFound(f"no reference {cut(id)!r}", param="id", id=id)
+            new, old = committed
+            self._originals.remove_files([sidecar_of(old.path)])  # a recovery must not bring it back
+            return new
+
+        return await self._receive(id, source, commit, "replaced")
 
     def remove(self, id: str) -> Removed:
         """Removes a reference. It is invisible at once; its files go when no chunk of it is alive any more.
@@ -153,11 +192,7 @@ class ReferenceLibrary(LibraryPart):
     # Finding
 
     def get(self, id: str) -> Reference:
-        """Returns the current version.
-
-        Raises:
-            ReferenceNotFound: there is none.
-        """
+        """Returns the current version. Raises ReferenceNotFound: there is none."""
         reference = self._rows.get(id)
         if reference is None:
             raise ReferenceNotFound(f"no reference {cut(id)!r}", param="id", id=id)
@@ -206,7 +241,7 @@ class ReferenceLibrary(LibraryPart):
         with self._lock:
             if not self._rows.exists(reference):
                 raise _gone(reference)
-            self._linked.add(reference, lease)
+            self._linked[reference.id, reference.version].add(lease)
         return Chunk(reference.key, SHARED, ids, load, reference.title, reference.id, lease=lease)
 
     def content(self, reference: Reference) -> bytes:
@@ -250,15 +285,69 @@ class ReferenceLibrary(LibraryPart):
         return {"references": count, "bytes": size, "retired": len(self._rows.retired())}
 
     def check(self) -> None:
-        """Checks that every row has its original.
-
-        Raises:
-            IntegrityError: some are not there.
-        """
+        """Checks that every row has its original. Raises IntegrityError: some are not there."""
         with self._store.lock:
             self._originals.check(self.paths, "originals of references")
 
     # Inside
+
+    def _checked(
+        self,
+        filename: str | None,
+        title: str | None,
+        description: str | None,
+        metadata: Mapping[str, Scalar] | None,
+    ) -> dict[str, Any]:
+        """Checks the arguments that are not None, and returns them by name.
+
+        Raises:
+            BadRequest: an argument is malformed.
+        """
+        if title is not None and not (
+            0 < len(title) <= TITLE_CHARS and title.isprintable() and title.strip()
+        ):
+            raise BadRequest(f"a title is 1 to {TITLE_CHARS} printable characters", param="title")
+        if description is not None and len(description) > DESCRIPTION_CHARS:
+            raise BadRequest(f"a description has at most {DESCRIPTION_CHARS} characters", param="description")
+        if description is not None and not is_text(description):
+            raise BadRequest("the description contains half of a surrogate pair", param="description")
+        words = {
+            "title": title,
+            "description": description,
+            "metadata": None if metadata is None else check_metadata(metadata),
+            "filename": None if filename is None else clean_name(filename, self._limits),
+        }
+        return {name: value for name, value in words.items() if value is not None}
+
+    async def _receive(self, id: str, source: Source, commit: Commit, what: What) -> Reference:
+        """Receives, checks and commits a version. Listeners are notified even if the task is cancelled meanwhile."""
+        accept = lambda incoming: self._accept(id, incoming, commit, what)
+        return await receive(self._originals, self._limits.upload_bytes, source, accept)
+
+    def _accept(self, id: str, incoming: Incoming, commit: Commit, what: What) -> Reference:
+        key, format, _ = identify(incoming, self._limits)
+        path = self._originals.path(SHARED, new_id(f"{id}@"))  # no two versions ever share a file
+        content = {
+            "kind": key.kind,
+            "key": key,
+            "bytes": incoming.bytes,
+            "path": path,
+            "sha256": incoming.sha256,
+            "updated_at": self._clock(),
+            "tokens": None,
+            "state": "compiling",
+            "error": None,
+            "format": format,
+        }
+        if incoming.bytes > SMALL:
+            incoming.seal()  # done before the transaction, for which other writers wait
+        try:
+            committed = commit(content, lambda sidecar: self._originals.publish([(incoming, path)], sidecar))
+        except BaseException:
+            self._originals.remove([path])
+            raise
+        self._notify(what, committed)
+        return committed
 
     def _verified(self, reference: Reference, get: Callable[[Path, str], T]) -> T:
         try:
@@ -276,8 +365,10 @@ class ReferenceLibrary(LibraryPart):
         with self._store.lock, self._lock:
             with self._catalog.write() as db:
                 for reference in retired:
-                    if reference in self._linked or not self._rows.collect(db, reference):
+                    version = reference.id, reference.version
+                    if self._linked.get(version) or not self._rows.collect(db, reference):
                         continue
+                    self._linked.pop(version, None)
                     held = self._rows.has_content(db, reference.key, retired=True)
                     if not held:
                         rows += self._store.drop(db, SHARED, reference.key)
@@ -299,7 +390,7 @@ class ReferenceLibrary(LibraryPart):
         # the file's name, unlike id and version, is never used again
         return self._tokens.ids(reference.path.name, tokenize, lambda: self.text(reference))
 
-    def _notify(self, what: Literal["added", "replaced", "removed"], reference: Reference) -> None:
+    def _notify(self, what: What, reference: Reference) -> None:
         for listener in self.listeners:
             try:
                 listener(Change(what, reference))
@@ -309,27 +400,6 @@ class ReferenceLibrary(LibraryPart):
 
 class Lease:
     """Lives as long as the chunk that was made of a version, or a copy of it under another press."""
-
-
-class LinkedVersions:
-    """The versions of references of which a chunk is alive: a request holds the chunks of its prompt until it ends. Not
-    thread-safe."""
-
-    def __init__(self) -> None:
-        self._leases: dict[tuple[str, int], list[weakref.ref[Lease]]] = {}
-
-    def add(self, reference: Reference, lease: Lease) -> None:
-        """Notes that a chunk was made of a version."""
-        version = reference.id, reference.version
-        alive = [one for one in self._leases.get(version, ()) if one() is not None]
-        self._leases[version] = [*alive, weakref.ref(lease)]
-
-    def __contains__(self, reference: Reference) -> bool:
-        version = reference.id, reference.version
-        if any(one() is not None for one in self._leases.get(version, ())):
-            return True
-        self._leases.pop(version, None)
-        return False
 
 
 def _gone(reference: Reference) -> ReferenceNotFound:

@@ -3,8 +3,9 @@ same handle again makes no second file."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
@@ -12,10 +13,12 @@ from typing import Any, BinaryIO, Literal, NamedTuple, cast
 from mpic.errors import BadRequest, CorruptFile, HandleTaken
 from mpic.imaging.budget import on_behalf_of
 from mpic.keys import KeyLimits
-from mpic.kv.chunk import Kind
+from mpic.kv.chunk import Chunk, ChunkKey, Kind
 from mpic.library.catalog.file_rows import FileRows, handle_taken
+from mpic.library.catalog.quotas import NO_KEY
 from mpic.library.folder.originals import PIECE, Incoming, too_large
 from mpic.library.folder.sidecars import Sidecar
+from mpic.library.inline import InlineChunks
 from mpic.library.intake.checks import (
     check_life,
     check_metadata,
@@ -25,14 +28,13 @@ from mpic.library.intake.checks import (
     new_id,
 )
 from mpic.library.intake.receive import Arriving, receive
-from mpic.library.part import LibraryPart, Storage
+from mpic.library.part import Storage
 from mpic.library.records import SHARED, AsyncReader, File, Removed, Scalar
 
 log = logging.getLogger(__name__)
 WHOLE_PAGES = {"mode": "none", "tokens": 512, "overlap": 0}
 """How a document is cut at its pages and nowhere else."""
 Outcome = Literal["created", "unchanged", "replaced"]
-Remove = Callable[[list[File], str | None], list[Removed]]
 
 
 class UploadOutcome(NamedTuple):
@@ -68,42 +70,82 @@ class Wanted(NamedTuple):
     key: KeyLimits
 
 
-class UploadIntake(LibraryPart):
-    """Accepts uploads. Methods block on the disk, except the async one.
+class UploadIntake(InlineChunks):
+    """The part of ``UploadLibrary`` that accepts uploads."""
 
-    Args:
-        remove: removes files of a state, see ``UploadLibrary``.
-        no_clips: tells why clips are not taken, see ``InlineChunks``.
-        cut_anew: see ``UploadLibrary._cut_anew``.
-    """
-
-    def __init__(
-        self,
-        storage: Storage,
-        rows: FileRows,
-        remove: Remove,
-        no_clips: Callable[[], str | None],
-        cut_anew: Callable[..., None],
-    ) -> None:
+    def __init__(self, storage: Storage, rows: FileRows) -> None:
         super().__init__(storage)
-        self._rows, self._remove, self._no_clips, self._cut_anew = rows, remove, no_clips, cut_anew
+        self._rows = rows
+
+    def add(
+        self,
+        user: str,
+        source: bytes | Path | BinaryIO | Iterable[bytes],
+        filename: str,
+        handle: str | None = None,
+        expires_after: int | None = None,
+        metadata: Mapping[str, Scalar] | None = None,
+        replace: bool = False,
+        split: Mapping[str, Any] | None = None,
+        split_asked: bool = False,
+        press: str | None = None,
+        key: KeyLimits = NO_KEY,
+    ) -> File:
+        """Stores an upload; when this returns, the upload survives a crash. Its state is ``compiling``, unless the user
+        has this file under this handle already: then that one is returned, see ``upload``.
+
+        Args:
+            handle: name for ``IMAGE#NAME`` and ``FILE#NAME``, unique per user ignoring case.
+            expires_after: seconds until it expires; None: never.
+            metadata: scalars to attach to it, see ``check_metadata``.
+            replace: takes the handle from another file, which is deleted.
+            split: the settings by which a document is cut into chunks, for ``cut``; None: it is one chunk.
+            split_asked: True if the client has asked for ``split``, so that a file which is cut differently counts as
+                different; False for a default.
+            press: name of the press that compresses its chunks, or ``none``; None: the client did not say.
+            key: limits of the API key that is used.
+
+        Raises:
+            InvalidUpload, InvalidImage, InvalidText, TooLarge: the content is not accepted.
+            HandleTaken: the user has another file of this handle.
+            StorageQuotaExceeded: a quota of the user or the key would be exceeded; see ``catalog.quotas``.
+            BadRequest: the handle or the expiry is malformed.
+            StorageFull: the disk is full; nothing was stored.
+            LibraryGone, DatabaseBusy: nothing was stored; see ``Catalog.write``.
+        """
+        wanted = self.admit(
+            user, 1, filename, handle, expires_after, metadata, replace, split, split_asked, press, key
+        )
+        with self._originals.incoming(self._limits.upload_bytes) as incoming:
+            for piece in _pieces(source):
+                incoming.write(piece)
+            return self._accept(wanted, incoming).file
+
+    def arriving(self, param: str | None = "file") -> Arriving:
+        """Returns an upload of anybody, to which the bytes are written as they come in, for ``upload`` or for a
+        reference. The caller closes it in the end.
+
+        Args:
+            param: the field of the request that it is in; None: it is the whole body.
+        """
+        return Arriving(self._originals, self._limits.upload_bytes, param)
 
     def admit(
         self,
         user: str,
+        size: int,
         filename: str,
-        handle: str | None,
-        expires_after: int | None,
-        metadata: Mapping[str, Scalar] | None,
-        replace: bool,
-        split: Mapping[str, Any] | None,
-        split_asked: bool,
-        press: str | None,
-        key: KeyLimits,
-        size: int = 1,
+        handle: str | None = None,
+        expires_after: int | None = None,
+        metadata: Mapping[str, Scalar] | None = None,
+        replace: bool = False,
+        split: Mapping[str, Any] | None = None,
+        split_asked: bool = False,
+        press: str | None = None,
+        key: KeyLimits = NO_KEY,
     ) -> Wanted:
-        """Makes the checks that are possible before a byte is read, of an upload that has ``size`` bytes at least.
-        Raises the errors of ``UploadLibrary.add``."""
+        """Makes the checks of ``upload`` that are possible before a byte is read, of an upload that has ``size`` bytes
+        at least. Raises as ``add``."""
         if not user or user == SHARED:
             raise ValueError(f"a file needs an owner, not {user!r}")
         if size > self._limits.upload_bytes:
@@ -119,19 +161,24 @@ class UploadIntake(LibraryPart):
         cut = dict(split) if split else None
         return Wanted(user, name, handle, expires_after, checked, replace, cut, split_asked, press, key)
 
-    def take(self, wanted: Wanted, source: bytes | Path | BinaryIO | Iterable[bytes]) -> UploadOutcome:
-        """Reads an upload and commits it. Raises the errors of ``UploadLibrary.add``."""
-        with self._originals.incoming(self._limits.upload_bytes) as incoming:
-            for piece in _pieces(source):
-                incoming.write(piece)
-            return self._accept(wanted, incoming)
-
-    def arriving(self, param: str | None) -> Arriving:
-        """Returns an upload of which no byte has arrived yet."""
-        return Arriving(self._originals, self._limits.upload_bytes, param)
-
-    async def receive(self, wanted: Wanted, source: AsyncReader | Arriving) -> UploadOutcome:
-        """Does the same as ``take`` on an event loop."""
+    async def upload(
+        self,
+        user: str,
+        source: AsyncReader | Arriving,
+        filename: str,
+        handle: str | None = None,
+        expires_after: int | None = None,
+        metadata: Mapping[str, Scalar] | None = None,
+        replace: bool = False,
+        split: Mapping[str, Any] | None = None,
+        split_asked: bool = False,
+        press: str | None = None,
+        key: KeyLimits = NO_KEY,
+    ) -> UploadOutcome:
+        """Does the same as ``add`` on an event loop, which it never blocks (see ``receive``), and returns the outcome.
+        It is idempotent: uploading the same bytes under the same handle again only restarts the lifetime."""
+        terms = (handle, expires_after, metadata, replace, split, split_asked, press, key)
+        wanted = await asyncio.to_thread(self.admit, user, 1, filename, *terms)
         accept = partial(self._accept, wanted)
         return await receive(self._originals, self._limits.upload_bytes, source, accept)
 
@@ -148,11 +195,7 @@ class UploadIntake(LibraryPart):
             (wanted.replace and not _same(old, wanted, incoming))
             or (old.sha256 == file.sha256 and not self._intact(old))
         )
-        before = self._rows.by_handle(wanted.owner, wanted.handle) if wanted.handle else None
-        replaces = before.id if before and may_replace(before) else ""
-        self._originals.publish(
-            [(incoming, file.path)], Sidecar.of("file", self._rows.values(file), replaces=replaces)
-        )
+        self._originals.publish([(incoming, file.path)], Sidecar.of("file", self._rows.values(file)))
         try:
             old = self._rows.insert(file, may_replace, wanted.key)
         except BaseException as error:
@@ -208,7 +251,7 @@ class UploadIntake(LibraryPart):
     def _describe(self, wanted: Wanted, incoming: Incoming, now: float, expires_at: float | None) -> File:
         """Returns the record of an upload. Raises as ``identify``."""
         with on_behalf_of(wanted.owner):
-            key, format, pages = identify(incoming, self._limits, self._no_clips())
+            key, format, pages = identify(incoming, self._limits, self.no_clips)
         if wanted.asked and wanted.split and key.kind != "text":
             raise BadRequest(
                 f"only documents can be cut; {'an image' if key.kind == 'image' else 'a clip'} is one chunk",
@@ -233,6 +276,41 @@ class UploadIntake(LibraryPart):
             format=format,
             pages=pages,
         )
+
+    def _remove(self, files: list[File], state: str | None) -> list[Removed]:
+        """Removes rows first, then files, so that a crash in between leaves only garbage."""
+        removed, rows = [], []
+        with self._store.lock:
+            with self._catalog.write() as db:
+                caches = self._rows.caches_of(db, files)
+                for file in files:
+                    keys = self._rows.keys_of(db, file)
+                    if not self._rows.delete(db, file, expired=state == "expired"):
+                        continue
+                    keys = [key for key in keys if not self._rows.has_content(db, file.owner, key)]
+                    for key in keys:
+                        rows += self._store.drop(db, file.owner, key, state)
+                    bare = partial(Chunk, owner=file.owner, label=file.label, file_id=file.id)
+                    removed.append(Removed(file, tuple(map(bare, keys))))
+                emptied = self._rows.settle_caches(db, caches)
+            self._store.erase(rows)
+        for file, _ in removed:
+            self._tokens.drop(file.id)
+        # removed first, because a recovery must not bring back a part of a cache
+        self._originals.remove_files(emptied)
+        self._originals.remove(file.path for file, _ in removed)
+        return removed
+
+    def _cut_anew(
+        self, file: File, split: dict[str, Any] | None, content: ChunkKey, pages: int | None
+    ) -> None:
+        """Sets what the text of a document is and how it is to be cut, and removes the compiled chunks of what it was:
+        no deletion of the file would find them any more."""
+        with self._store.lock:
+            with self._catalog.write() as db:
+                keys = self._rows.set_cut(db, file, split, content, pages)
+                rows = [row for key in keys for row in self._store.drop(db, file.owner, key)]
+            self._store.erase(rows)
 
 
 def _same(old: File, wanted: Wanted, incoming: Incoming) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from mpic.errors import (
     BadRequest,
@@ -21,18 +20,14 @@ from mpic.errors import (
     UnknownHandle,
     cut,
 )
-from mpic.keys import KeyLimits
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.library.catalog.file_rows import DocumentPiece, FileRows
-from mpic.library.catalog.quotas import NO_KEY
 from mpic.library.folder.originals import OpenOriginal
-from mpic.library.inline import InlineChunks
 from mpic.library.intake.checks import check_life, check_page, checked_handle
 from mpic.library.intake.decode import decode_clip, decode_image, read_pages
-from mpic.library.intake.receive import Arriving
 from mpic.library.part import Storage
-from mpic.library.records import AsyncReader, File, FilePage, Removed, Scalar, State, Tokenize
-from mpic.library.upload_intake import UploadIntake, UploadOutcome
+from mpic.library.records import File, FilePage, Removed, State, Tokenize
+from mpic.library.upload_intake import UploadIntake
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -51,7 +46,7 @@ class _ReadOtherwise(Exception):
         self.pages = pages
 
 
-class UploadLibrary(InlineChunks):
+class UploadLibrary(UploadIntake):
     """Uploads of all users. Thread-safe. Methods block on the disk, except the async ones.
 
     Attributes:
@@ -60,101 +55,8 @@ class UploadLibrary(InlineChunks):
     """
 
     def __init__(self, storage: Storage, rows: FileRows) -> None:
-        super().__init__(storage)
+        super().__init__(storage, rows)
         self.cut: Cut | None = None
-        self._rows = rows
-        self._intake = UploadIntake(storage, rows, self._remove, lambda: self.no_clips, self._cut_anew)
-
-    # Uploading
-
-    def add(
-        self,
-        user: str,
-        source: bytes | Path | BinaryIO | Iterable[bytes],
-        filename: str,
-        handle: str | None = None,
-        expires_after: int | None = None,
-        metadata: Mapping[str, Scalar] | None = None,
-        replace: bool = False,
-        split: Mapping[str, Any] | None = None,
-        split_asked: bool = False,
-        press: str | None = None,
-        key: KeyLimits = NO_KEY,
-    ) -> File:
-        """Stores an upload; when this returns, the upload survives a crash. Its state is ``compiling``, unless the user
-        has this file under this handle already: then that one is returned, see ``upload``.
-
-        Args:
-            handle: name for ``IMAGE#NAME`` and ``FILE#NAME``, unique per user ignoring case.
-            expires_after: seconds until it expires; None: never.
-            metadata: scalars to attach to it, see ``check_metadata``.
-            replace: takes the handle from another file, which is deleted.
-            split: the settings by which a document is cut into chunks, for ``cut``; None: it is one chunk.
-            split_asked: True if the client has asked for ``split``, so that a file which is cut differently counts as
-                different; False for a default.
-            press: name of the press that compresses its chunks, or ``none``; None: the client did not say.
-            key: limits of the API key that is used.
-
-        Raises:
-            InvalidUpload, InvalidImage, InvalidText, TooLarge: the content is not accepted.
-            HandleTaken: the user has another file of this handle.
-            StorageQuotaExceeded: a quota of the user or the key would be exceeded; see ``catalog.quotas``.
-            BadRequest: the handle or the expiry is malformed.
-            StorageFull: the disk is full; nothing was stored.
-            LibraryGone, DatabaseBusy: nothing was stored; see ``Catalog.write``.
-        """
-        wanted = self._intake.admit(
-            user, filename, handle, expires_after, metadata, replace, split, split_asked, press, key
-        )
-        return self._intake.take(wanted, source).file
-
-    def arriving(self, param: str | None = "file") -> Arriving:
-        """Returns an upload of anybody, to which the bytes are written as they come in, for ``upload`` or for a
-        reference. The caller closes it in the end.
-
-        Args:
-            param: the field of the request that it is in; None: it is the whole body.
-        """
-        return self._intake.arriving(param)
-
-    def admit(
-        self,
-        user: str,
-        size: int,
-        filename: str,
-        handle: str | None = None,
-        expires_after: int | None = None,
-        replace: bool = False,
-        split: Mapping[str, Any] | None = None,
-        split_asked: bool = False,
-        press: str | None = None,
-        key: KeyLimits = NO_KEY,
-    ) -> None:
-        """Makes the checks of ``upload`` that are possible before any of its ``size`` bytes has come. Raises as
-        ``add``."""
-        self._intake.admit(
-            user, filename, handle, expires_after, None, replace, split, split_asked, press, key, size
-        )
-
-    async def upload(
-        self,
-        user: str,
-        source: AsyncReader | Arriving,
-        filename: str,
-        handle: str | None = None,
-        expires_after: int | None = None,
-        metadata: Mapping[str, Scalar] | None = None,
-        replace: bool = False,
-        split: Mapping[str, Any] | None = None,
-        split_asked: bool = False,
-        press: str | None = None,
-        key: KeyLimits = NO_KEY,
-    ) -> UploadOutcome:
-        """Does the same as ``add`` on an event loop, which it never blocks (see ``receive``), and returns the outcome.
-        It is idempotent: uploading the same bytes under the same handle again only restarts the lifetime."""
-        arguments = (user, filename, handle, expires_after, metadata, replace, split, split_asked, press, key)
-        wanted = await asyncio.to_thread(self._intake.admit, *arguments)
-        return await self._intake.receive(wanted, source)
 
     # Finding
 
@@ -228,10 +130,6 @@ class UploadLibrary(InlineChunks):
     def open(self, user: str, file_id: str) -> OpenOriginal:
         """Opens the original, verified, to be read in pieces; the caller closes it. Raises as ``content``."""
         return self._verified(self.get(user, file_id), self._originals.open)
-
-    async def download(self, user: str, file_id: str) -> bytes:
-        """Does the same as ``content`` on an event loop."""
-        return await asyncio.to_thread(self.content, user, file_id)
 
     def chunk(self, user: str, file: File | str, tokenize: Tokenize | None = None) -> Chunk:
         """Returns the file's content as a chunk, for prompts.
@@ -426,50 +324,11 @@ class UploadLibrary(InlineChunks):
         return self._rows.paths()
 
     def check(self) -> None:
-        """Checks that every row has its original.
-
-        Raises:
-            IntegrityError: some are not there.
-        """
+        """Checks that every row has its original. Raises IntegrityError: some are not there."""
         with self._store.lock:
             self._originals.check(self.paths, "originals")
 
     # Inside
-
-    def _remove(self, files: list[File], state: str | None) -> list[Removed]:
-        """Removes rows first, then files, so that a crash in between leaves only garbage."""
-        removed, rows = [], []
-        with self._store.lock:
-            with self._catalog.write() as db:
-                caches = self._rows.caches_of(db, files)
-                for file in files:
-                    keys = self._rows.keys_of(db, file)
-                    if not self._rows.delete(db, file, expired=state == "expired"):
-                        continue
-                    keys = [key for key in keys if not self._rows.has_content(db, file.owner, key)]
-                    for key in keys:
-                        rows += self._store.drop(db, file.owner, key, state)
-                    bare = partial(Chunk, owner=file.owner, label=file.label, file_id=file.id)
-                    removed.append(Removed(file, tuple(map(bare, keys))))
-                emptied = self._rows.settle_caches(db, caches)
-            self._store.erase(rows)
-        for file, _ in removed:
-            self._tokens.drop(file.id)
-        # removed first, because a recovery must not bring back a part of a cache
-        self._originals.remove_files(emptied)
-        self._originals.remove(file.path for file, _ in removed)
-        return removed
-
-    def _cut_anew(
-        self, file: File, split: dict[str, Any] | None, content: ChunkKey, pages: int | None
-    ) -> None:
-        """Sets what the text of a document is and how it is to be cut, and removes the compiled chunks of what it was:
-        no deletion of the file would find them any more."""
-        with self._store.lock:
-            with self._catalog.write() as db:
-                keys = self._rows.set_cut(db, file, split, content, pages)
-                rows = [row for key in keys for row in self._store.drop(db, file.owner, key)]
-            self._store.erase(rows)
 
     def _pages(self, file: File) -> list[str]:
         """Returns the text of a file, by page. Raises _ReadOtherwise: it is not the one at the upload."""

@@ -15,7 +15,7 @@ async def test_async_uploads_and_downloads(library):
     file, outcome, removed, compile = await library.files.upload("ann", Upload(data), "t.txt", handle="H")
     assert (outcome, removed, compile) == ("created", (), True)
     assert file == library.files.by_handle("ann", "H") and file.bytes == len(data)
-    assert await library.files.download("ann", file.id) == data
+    assert library.files.content("ann", file.id) == data
 
 
 async def test_a_client_that_goes_away_leaves_nothing(library):

@@ -14,6 +14,7 @@ from mpic.errors import DatabaseDamaged, DatabaseFailed, IntegrityError, Storage
 from mpic.library import Library
 from mpic.library.catalog import database
 from mpic.library.catalog.database import Catalog
+from mpic.library.folder.sidecars import read_sidecars
 from mpic.library.rebuild import recover
 
 
@@ -44,8 +45,14 @@ def examine(life, root, image, changes, where):
         recovered = stats["recovered"]
         assert recovered["lost_files"] == recovered["missing_chunks"] == stats["disk"]["corrupt"] == 0, where
         names = everything(root)
-        uploads = stats["files"] + stats["references"]["references"] + stats["references"]["retired"]
-        assert len([n for n in names if n.startswith("files/") and not n.endswith(".json")]) == uploads, where
+        listed = library.files.paths() | library.references.paths()
+        originals = {n for n in names if n.startswith("files/") and not n.endswith(".json")}
+        assert originals >= listed, where
+        every = [n for n in everything(root, sidecars=True) if n.startswith("files/") and n not in originals]
+        sidecars = read_sidecars(root, every, lambda path, error: None)
+        described = {path for name, sidecar in sidecars for path in sidecar.originals(name)}
+        assert described >= originals - listed, where  # whole and unanswered: `recover` can list them
+        assert bool(originals - listed) == bool(recovered["unlisted_files"]), where
         assert len([n for n in names if n.startswith("kv/")]) == stats["disk"]["chunks"], where
         aside = [n for n in names if n.startswith("quarantine/orphans/")]
         assert len(aside) <= 3, where  # originals whose sidecar was still to come, and so the answer

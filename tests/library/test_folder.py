@@ -49,9 +49,9 @@ def test_a_new_library_is_made_where_its_names_are_free(tmp_path):
     (tmp_path / "files" / "lost+found").mkdir(parents=True)  # a volume of its own
     (tmp_path / "kv").mkdir()
     with Library.open(tmp_path) as library:
-        assert library.folder.fresh and library.files.add("ann", b"some text", "t.txt")
+        assert library.files.add("ann", b"some text", "t.txt")
     with Library.open(tmp_path) as library:
-        assert not library.folder.fresh and library.recovered["unknown"] == 1
+        assert library.recovered["unknown"] == 1
 
 
 def test_a_library_that_has_lost_its_marker_and_its_sidecars_gets_them_back(root, clock, monkeypatch):

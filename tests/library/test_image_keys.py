@@ -6,7 +6,7 @@ import pytest
 
 from mpic.errors import InvalidImage
 from mpic.kv.chunk import ChunkKey
-from mpic.library.intake.image_keys import ImageKeys
+from mpic.library.intake.remembered import ImageKeys
 
 
 def test_the_least_recently_used_file_is_forgotten_and_decoded_again():

@@ -36,8 +36,7 @@ from mpic.library.caches import CachedText
 from mpic.library.folder.layout import sidecar_of
 from mpic.library.folder.lock import MARKER
 from mpic.library.folder.sidecars import Sidecar
-from mpic.library.rebuild import recover
-from mpic.library.reconcile import REPLACED, WITHOUT_HANDLE
+from mpic.library.rebuild import WITHOUT_HANDLE, recover
 from mpic.library.upkeep import check
 
 FOUND_OUT = {"tokens", "state", "error", "path"}
@@ -223,7 +222,7 @@ def test_damaged_originals_come_back_as_failed_and_are_named(root, before, clock
         assert with_sidecar <= everything(root, sidecars=True)
 
 
-def test_a_chunk_for_which_there_is_no_memory_is_named_and_adopted_by_the_next_start(
+def test_a_chunk_for_which_there_is_no_memory_is_named_and_put_aside_by_the_next_start(
     root, before, clock, monkeypatch
 ):
     reading = no_memory_once(ChunkFile._read_inputs)
@@ -232,7 +231,7 @@ def test_a_chunk_for_which_there_is_no_memory_is_named_and_adopted_by_the_next_s
         [trouble] = recover(root, clock=clock).troubles
     assert "cannot be read" in trouble.what
     with Library.open(root, clock=clock) as library:
-        assert library.recovered["adopted_chunks"] == 1 and check(library) == []
+        assert library.recovered["orphans"] == 1 and check(library) == []
 
 
 def test_missing_originals_and_originals_without_sidecars_are_named(root, before, clock):
@@ -301,21 +300,24 @@ def test_the_file_that_has_not_expired_keeps_the_handle_of_two(tmp_path, clock):
         assert [removed.file.id for removed in library.files.collect_expired()] == [old.id]
 
 
-def test_a_recovery_says_which_file_an_interrupted_upload_replaces(tmp_path, clock):
+def test_a_sidecar_that_does_not_fit_is_named_and_leaves_no_trace(tmp_path, clock):
     with Library.open(tmp_path, clock=clock) as library:
-        old = library.files.add("ann", b"old", "o.txt", "H")
+        file = library.files.add("ann", b"text", "t.txt")
         clock.now += 1
-        new = library.files.add("ann", b"new", "n.txt")
-        path = sidecar_of(new.path)
-        record = Sidecar.read(path).record
-        path.write_bytes(Sidecar("file", record | {"handle": "H"}, replaces=old.id).encode())
+        old = library.files.add("bob", b"old", "o.txt", "H", 5)
+        clock.now += 6
+        record = Sidecar.read(sidecar_of(file.path)).record
+    twin = old.path.with_name(file.id)  # the same id in the folder of another owner
+    twin.write_bytes(b"text")
+    record |= {"owner": "bob", "handle": "h", "created_at": clock.now}
+    sidecar_of(twin).write_bytes(Sidecar("file", record).encode())
     lose_catalogue(tmp_path)
-    for dry_run in (True, False):
-        done = recover(tmp_path, dry_run=dry_run, clock=clock)
-        assert done.troubles == [(old.id, REPLACED)]
-    assert Sidecar.read(sidecar_of(old.path)).record["handle"] is None
+    [trouble] = recover(tmp_path, clock=clock).troubles
+    assert trouble.path == str(sidecar_of(twin).relative_to(tmp_path)) and "there twice" in trouble.what
+    assert Sidecar.read(sidecar_of(old.path)).record["handle"] == "H"
     with Library.open(tmp_path, clock=clock) as library:
-        assert library.files.by_handle("ann", "H").id == new.id and check(library) == []
+        assert library.files.get("ann", file.id).owner == "ann"
+        assert [row["handle"] for row in library.catalog.read("SELECT handle FROM files")] == [None, "H"]
 
 
 def test_a_recovery_rewrites_the_sidecar_of_a_file_without_its_handle(tmp_path, clock):

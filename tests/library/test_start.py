@@ -1,4 +1,4 @@
-"""A start of a library adopts, quarantines or refuses what it finds, and deletes nothing that it does not know."""
+"""A start of a library reports, puts aside or refuses what it finds, and deletes nothing that it does not know."""
 
 import asyncio
 import os
@@ -12,7 +12,6 @@ import pytest
 from library_tools import Clock, everything, kill, lose_catalogue, make_chunk, text_key
 
 from mpic.errors import (
-    CorruptFile,
     DatabaseBusy,
     DatabaseDamaged,
     DatabaseFailed,
@@ -25,11 +24,8 @@ from mpic.errors import (
 from mpic.library import Library, Limits
 from mpic.library.caches import CachedText
 from mpic.library.catalog.database import Catalog
-from mpic.library.folder.layout import sidecar_of
 from mpic.library.folder.lock import MARKER
-from mpic.library.folder.sidecars import Sidecar
 from mpic.library.rebuild import recover
-from mpic.library.reconcile import Adoption
 from mpic.library.upkeep import check, collect, garbage
 
 
@@ -109,7 +105,9 @@ def test_a_catalogue_of_another_library_is_refused(root, tmp_path, clock):
 # An older catalogue
 
 
-def test_a_start_with_an_older_catalogue_adopts_newer_files_and_no_deleted_ones(root, clock):
+def test_a_start_with_an_older_catalogue_reports_newer_files_which_recover_lists_with_no_deleted_ones(
+    root, clock
+):
     shutil.copy(root / "catalog.sqlite", root.parent / "older.sqlite")
     with Library.open(root, clock=clock) as library:
         new = library.files.add("bob", b"newer", "n.txt", handle="N", metadata={"a": 1})
@@ -125,20 +123,28 @@ def test_a_start_with_an_older_catalogue_adopts_newer_files_and_no_deleted_ones(
         library.files.delete("bob", short.id)
         instead = library.files.add("ann", b"instead", "i.txt", handle="h0")
     shutil.copy(root.parent / "older.sqlite", root / "catalog.sqlite")
+    there = {name for name in everything(root, sidecars=True) if name.startswith("files/")}
+    for aside in (1, 0):
+        with Library.open(root, clock=clock) as library:
+            assert library.recovered["unlisted_files"] == 5 and library.recovered["lost_files"] == 1
+            assert library.recovered["orphans"] == aside  # the chunk, which is compiled again
+            assert library.files.get("ann", gone.id).error == "the original is lost"
+            assert library.files.page("bob").files == []
+            assert library.references.get("ref_1").version == 1
+        clock.now += 400 * 86_400  # far longer than anything that is put aside is kept
+    clock.now -= 800 * 86_400
+    assert there <= everything(root, sidecars=True)
+    assert recover(root, force=True, clock=clock).troubles[0].path.startswith("files/")
     with Library.open(root, clock=clock) as library:
-        assert library.recovered["adopted_files"] == 5 and library.recovered["adopted_chunks"] == 1
         assert library.files.by_handle("bob", "N") == new and library.files.content("bob", new.id) == b"newer"
         assert library.caches.get("ann", late.id) == late
         reference = library.references.get("ref_1")
         assert (reference.version, reference.title) == (2, "R 2")
         assert library.references.content(reference) == b"replaced"
         assert library.references.content(library.references.get("ref_2")) == b"another"
-        assert library.store.open(text_key("newer", owner="bob"))
         assert [file.id for file in library.files.page("bob").files] == [new.id]
-        assert library.files.get("ann", gone.id).error == "the original is lost"
         assert library.files.by_handle("ann", "H0") == instead
-        assert library.recovered["orphans"] == 0 and library.recovered["lost_files"] == 1
-        library.files.delete("ann", gone.id)
+        assert library.recovered["unlisted_files"] == 0
         assert check(library) == []
 
 
@@ -156,99 +162,39 @@ def test_a_copy_that_is_put_back_as_the_error_says_does_not_get_the_log_of_the_d
         (root / name).unlink(missing_ok=True)
     shutil.copy(root.parent / "older.sqlite", path)
     with Library.open(root, clock=clock) as library:
-        assert library.recovered["adopted_files"] == 1
+        assert library.recovered["unlisted_files"] == 1 and check(library) == []
+    recover(root, force=True, clock=clock)
+    with Library.open(root, clock=clock) as library:
         assert library.files.by_handle("bob", "N") == new and check(library) == []
 
 
-def test_a_start_with_an_older_catalogue_brings_quotas_back_but_replaces_none(root, clock):
+def test_a_start_with_an_older_catalogue_reports_quotas_that_it_lacks(root, clock):
     quotas = lambda library: {
         row["id"]: (row["quota_files"], row["quota_bytes"], row["quota_disk"])
-        for row in library.catalog.read("SELECT * FROM users WHERE id != '@shared'")
+        for row in library.catalog.read("SELECT * FROM users WHERE quota_files OR quota_bytes OR quota_disk")
     }
     with Library.open(root, clock=clock) as library:
-        library.set_quota("eve", files=5)
         library.set_quota("dan", files=6)
-        library.set_quota("dan")
+        library.set_quota("dan")  # he has a sidecar that says that he has none
     shutil.copy(root / "catalog.sqlite", root.parent / "older.sqlite")
     with Library.open(root, clock=clock) as library:
         library.set_quota("ann", disk=7)  # she has a row without quotas
         library.set_quota("bob", bytes=1000)  # he has none
-        library.set_quota("eve", files=99)
-        library.files.add("bob", b"newer", "n.txt")
     shutil.copy(root.parent / "older.sqlite", root / "catalog.sqlite")
-    for adopted in (1, 0):
+    for _ in range(2):
         with Library.open(root, clock=clock) as library:
-            assert quotas(library) == {
-                "ann": (None, None, 7),
-                "bob": (None, 1000, None),
-                "eve": (5, None, None),  # the catalogue is right
-                "dan": (None, None, None),
-            }
-            assert library.recovered["adopted_files"] == adopted and library.recovered["orphans"] == 0
+            assert quotas(library) == {} and library.recovered["unlisted_files"] == 2
+            assert check(library) == []
+    recover(root, force=True, clock=clock)
     with Library.open(root, clock=clock) as library:
-        assert [problem.what for problem in check(library)] == ["does not say what the catalogue says"]
+        assert quotas(library) == {"ann": (None, None, 7), "bob": (None, 1000, None)}
+        assert library.recovered["unlisted_files"] == 0
 
 
 def forget(root, where):
     """Deletes rows of files from the catalogue."""
     with sqlite3.connect(root / "catalog.sqlite") as db:
         db.execute(f"DELETE FROM files WHERE {where}")
-
-
-def test_an_adopted_file_does_not_take_the_handle_of_another(root, clock):
-    shutil.copy(root / "catalog.sqlite", root.parent / "older.sqlite")
-    with Library.open(root, clock=clock) as library:
-        late = library.files.add("ann", b"late", "l.txt", handle="LATE")
-    shutil.copy(root.parent / "older.sqlite", root / "catalog.sqlite")
-    names = late.path, late.path.with_name(f"{late.path.name}.json")
-    for path in names:
-        path.rename(root.parent / path.name)
-    with Library.open(root, clock=clock) as library:
-        has = library.files.add("ann", b"has it", "h.txt", handle="late")
-    for path in names:
-        (root.parent / path.name).rename(path)
-    with Library.open(root, clock=clock) as library:
-        assert library.files.by_handle("ann", "LATE") == has
-        assert library.files.get("ann", late.id).handle is None
-        assert library.files.content("ann", late.id) == b"late"
-
-
-@pytest.mark.parametrize("why", ["expired", "lost"])
-def test_a_file_that_gives_its_handle_to_an_adopted_one_does_not_claim_it_in_its_sidecar(root, clock, why):
-    with Library.open(root, clock=clock) as library:
-        old = library.files.add("ann", b"old", "o.txt", "H", expires_after=5)
-        clock.now += 1
-        new = library.files.add("ann", b"new", "n.txt")
-        sidecar_of(new.path).write_bytes(
-            Sidecar("file", Sidecar.read(sidecar_of(new.path)).record | {"handle": "h"}).encode()
-        )
-    forget(root, f"id = '{new.id}'")
-    if why == "lost":
-        old.path.unlink()
-    else:
-        clock.now += 10
-    with Library.open(root, clock=clock) as library:
-        assert library.files.by_handle("ann", "H").id == new.id
-        assert Sidecar.read(sidecar_of(old.path)).record["handle"] is None
-
-
-@pytest.mark.parametrize("replaces", [True, False])
-def test_a_sidecar_that_does_not_fit_leaves_no_trace_of_its_adoption(root, clock, replaces):
-    with Library.open(root, clock=clock) as library:
-        old = library.files.by_handle("ann", "H0")
-        sidecar = Sidecar.read(sidecar_of(library.files.by_handle("ann", "H1").path))
-        record = sidecar.record | {"id": "file-" + "n" * 24, "handle": "H0"}
-        with library.catalog.write() as db:
-            db.execute(
-                "CREATE TRIGGER no BEFORE INSERT ON files WHEN new.id = 'file-nnnnnnnnnnnnnnnnnnnnnnnn' "
-                "BEGIN SELECT RAISE(ABORT, 'does not fit'); END"
-            )
-            adoption = Adoption(db, library.catalog, clock.now)
-            with pytest.raises(CorruptFile, match="does not fit"):
-                sidecar = Sidecar("file", record, replaces=old.id if replaces else "")
-                adoption.take(f"files/x/{record['id']}.json", sidecar, lambda path, row: None)
-            assert adoption.notes == []
-        assert library.files.by_handle("ann", "H0") == old
 
 
 def test_originals_that_are_back_are_no_longer_lost_and_chunks_no_longer_missing(root, clock):
@@ -280,8 +226,8 @@ def test_files_of_deleted_rows_are_removed_after_a_crash(root, clock):
     for name, data in saved.items():  # restores the files, as if none had been removed yet
         (root / name).write_bytes(data)
     with Library.open(root, clock=clock) as library:
-        assert library.recovered["adopted_files"] == library.recovered["adopted_chunks"] == 0
-        assert library.recovered["orphans"] == 0 and library.recovered["leftovers"] >= len(saved)
+        assert library.recovered["unlisted_files"] == library.recovered["orphans"] == 0
+        assert library.recovered["leftovers"] >= len(saved)
         assert not everything(root, sidecars=True)
         assert library.files.page("ann").files == [] and library.caches.page("ann").caches == []
         with pytest.raises(ReferenceNotFound):
@@ -408,12 +354,12 @@ def test_orphans_are_kept_for_ever_if_orphan_days_is_0(root, clock):
         clock.now += 10_000 * 86_400
 
 
-def test_a_sidecar_that_was_tampered_with_is_not_adopted(root, clock):
+def test_a_sidecar_that_was_tampered_with_is_put_aside_with_its_original(root, clock):
     (sidecar, *_) = root.glob("files/*/file-*.json")
     sidecar.write_text(sidecar.read_text().replace('"owner": "ann"', '"owner": "bob"'))
     forget(root, f"id = '{sidecar.stem}'")
     with Library.open(root, clock=clock) as library:
-        assert library.recovered["adopted_files"] == 0 and library.recovered["orphans"] == 2
+        assert library.recovered["unlisted_files"] == 0 and library.recovered["orphans"] == 2
         assert library.files.page("bob").files == []
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -31,7 +30,6 @@ from mpic.errors import BadRequest, CorruptFile, StorageFull, Unavailable
 from mpic.library import Library, Limits
 from mpic.library.caches import CachedText
 from mpic.library.copies.bulk_import import LibraryTarget, import_references
-from mpic.library.folder.sidecars import Sidecar
 from mpic.library.upkeep import check, collect, garbage, size_of
 
 
@@ -161,23 +159,6 @@ def test_a_check_of_a_library_with_damage_ends_with_1(library):
     library.close()
     done = CliRunner().invoke(cli.app, ["library", "check", "--data-dir", str(library.root)])
     assert done.exit_code == 1 and "is not what was uploaded" in " ".join(done.output.split())
-
-
-def test_an_interrupted_upload_takes_no_handle_that_it_was_not_to_replace(tmp_path):
-    """As after a start with an older copy of the catalogue, in which another file has the handle."""
-    with Library.open(tmp_path) as library:
-        library.files.add("ann", b"old", "t.txt", "T")
-        new = library.files.add("ann", b"new", "t.txt", "U")
-        with library.catalog.write() as db:
-            db.execute("DELETE FROM files WHERE id = ?", (new.id,))
-        path = new.path.with_name(f"{new.id}.json")
-        sidecar = Sidecar.read(path)
-        sidecar = replace(sidecar, record=sidecar.record | {"handle": "T"}, replaces="file-" + "x" * 24)
-        library.sidecars.write(path, sidecar)
-    with Library.open(tmp_path) as library:
-        assert {file.handle for file in library.files.page("ann").files} == {"T", None}
-        assert library.files.content("ann", library.files.by_handle("ann", "T").id) == b"old"
-        assert check(library) == []
 
 
 def test_a_file_that_is_gone_is_a_problem(library):

@@ -15,7 +15,7 @@ from fake_engine import FakeEngine
 from server_helpers import fake_server, png, post_raw, refusal, wait_until
 
 from mpic.library.intake.checks import METADATA_KEY_CHARS, METADATA_KEYS, METADATA_VALUE_CHARS
-from mpic.library.reference_intake import DESCRIPTION_CHARS, TITLE_CHARS
+from mpic.library.references import DESCRIPTION_CHARS, TITLE_CHARS
 from mpic.server.forms import MAX_FIELDS, TEXT_BYTES
 from mpic.server.guard import OPEN_BYTES
 from mpic.server.uploads import UploadsUnderWay

@@ -256,11 +256,7 @@ class Catalog:
                 db.execute("DELETE FROM caches WHERE id IS ?", (name,))
 
     def check(self) -> None:
-        """Verifies the database itself.
-
-        Raises:
-            IntegrityError: it is damaged.
-        """
+        """Verifies the database itself. Raises IntegrityError: it is damaged."""
         for pragma in ("integrity_check", "foreign_key_check"):
             rows = [tuple(row) for row in self.read(f"PRAGMA {pragma}")]
             if rows not in ([], [("ok",)]):

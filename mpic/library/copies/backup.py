@@ -148,21 +148,17 @@ def backup(
     return work.done
 
 
+@dataclass
 class _Backup:
-    def __init__(
-        self,
-        root: Path,
-        target: Path,
-        filesystem: FileSystem,
-        live: Catalog,
-        link: bool,
-        user: str | None,
-        progress: Progress,
-    ) -> None:
-        self._root, self._target, self._filesystem = root, target, filesystem
-        self._live, self._link, self._user, self._progress = live, link, user, progress
-        self._folders: set[Path] = set()
-        self.done = Copied()
+    _root: Path
+    _target: Path
+    _filesystem: FileSystem
+    _live: Catalog
+    _link: bool
+    _user: str | None
+    _progress: Progress
+    _folders: set[Path] = field(default_factory=set)
+    done: Copied = field(default_factory=Copied)
 
     def originals(self) -> None:
         """Makes a snapshot and copies every original that it lists. If one is deleted before it is copied, another

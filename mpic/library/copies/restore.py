@@ -29,9 +29,9 @@ from mpic.library.copies.backup import KEYS, SAVINGS, Copied, Manifest, Progress
 from mpic.library.copies.bulk_import import ImportItem, ImportResult, LibraryTarget, import_one, run_import
 from mpic.library.folder.layout import CATALOG, SIDECAR, scan
 from mpic.library.folder.lock import FolderLock, inspect_catalog
+from mpic.library.folder.sidecars import read_sidecars
 from mpic.library.intake.decode import NO_CLIPS
 from mpic.library.library import Library
-from mpic.library.reconcile import read_sidecars
 
 FORMAT = 1
 MANIFEST = "manifest.jsonl"

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from mpic.database import PATIENCE, translation
 from mpic.durable import FULL, TEMPORARY, FileSystem, read_small, storage_error, write_durably
@@ -36,6 +36,7 @@ from mpic.errors import (
     StorageFull,
     Unavailable,
 )
+from mpic.file_status import status_of
 from mpic.library.folder.layout import CATALOG, LOCK, holds_library_files
 
 MARKER = "mpic-library.json"
@@ -68,11 +69,7 @@ class Marker:
     format: int = FORMAT
 
     def write(self, filesystem: FileSystem, root: Path) -> None:
-        """Writes the marker durably.
-
-        Raises:
-            StorageFull: the disk is full.
-        """
+        """Writes the marker durably. Raises StorageFull: the disk is full."""
         write_durably(filesystem, root / MARKER, [memoryview(json.dumps(asdict(self)).encode() + b"\n")])
 
     @classmethod
@@ -102,8 +99,7 @@ class Marker:
         return cls(secrets.token_hex(16), state)
 
 
-@dataclass(frozen=True)
-class CatalogState:
+class CatalogState(NamedTuple):
     """The state of the file at a catalogue's path. ``id`` is None in catalogues of versions without markers."""
 
     state: Literal["none", "ours", "other", "damaged"]
@@ -152,18 +148,6 @@ def inspect(root: Path, create: bool = True) -> Marker | None:
         f"SQLite writes the old log into the copy. Or make a new one from the files: "
         f"mpic library recover --data-dir {root}"
     )
-
-
-def inspect_damaged(root: Path) -> Marker:
-    """Returns the marker that a library has or should have, in whatever state its catalogue is.
-
-    Raises:
-        Unavailable: there is no library.
-    """
-    marker, catalogue = Marker.read(root), inspect_catalog(root / CATALOG)
-    if marker is None and not (catalogue.state == "ours" or holds_library_files(root)):
-        raise no_library(root)
-    return marker or Marker(catalogue.id or Marker.new().id)
 
 
 def no_library(root: Path) -> Unavailable:
@@ -283,12 +267,11 @@ class FolderLock:
 
     Attributes:
         id: id of the library.
-        fresh: True if the folder was new.
     """
 
     def __init__(self, root: Path, filesystem: FileSystem) -> None:
         self.root = root
-        self.id, self.fresh = "", False
+        self.id = ""
         self._filesystem = filesystem
         self._locks: list[int] = []
         self._known: dict[Path, tuple[int, int]] = {}
@@ -306,9 +289,7 @@ class FolderLock:
         if create:
             self._make()
         with self._taking():
-            marker = inspect(self.root, create)
-            self.fresh = marker is None
-            self._mark(marker or Marker.new())
+            self._mark(inspect(self.root, create) or Marker.new())
         return self
 
     def acquire_damaged(self, change: bool = True) -> FolderLock:
@@ -322,7 +303,10 @@ class FolderLock:
             Unavailable: there is no library.
         """
         with self._taking():
-            marker = inspect_damaged(self.root)
+            marker, catalogue = Marker.read(self.root), inspect_catalog(self.root / CATALOG)
+            if marker is None and not (catalogue.state == "ours" or holds_library_files(self.root)):
+                raise no_library(self.root)
+            marker = marker or Marker(catalogue.id or Marker.new().id)
             self.id = marker.id
             if change:
                 self._mark(marker)
@@ -359,14 +343,12 @@ class FolderLock:
         for path, known in self._known.items():
             what = "folder" if path == self.root else path.name
             try:
-                gone = _identity(path) != known
-            except (FileNotFoundError, NotADirectoryError):
-                gone = True
+                found = status_of(path)
             except OSError as error:
                 raise LibraryGone(
                     f"the library's {what} cannot be reached ({error.strerror}): nothing is stored until it can be"
                 ) from error
-            if gone:
+            if found is None or (found.st_dev, found.st_ino) != known:
                 raise LibraryGone(
                     f"the library's {what} was removed or replaced while the server runs: nothing is stored any more"
                 )

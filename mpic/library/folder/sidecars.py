@@ -1,5 +1,5 @@
-"""Sidecars: a small JSON file beside every original repeats its row of the catalogue, so that a lost catalogue can be
-made again (``mpic library recover``) and an older one brought up to date.
+"""Sidecars: a small JSON file beside every original repeats its row of the catalogue, so that a lost or an older
+catalogue can be made again (``mpic library recover``).
 
 A sidecar is durable before the row it describes is committed, and is removed after that row is gone. It is rewritten
 inside the transaction that changes the row, and again when that transaction is undone; so it may be ahead of the
@@ -19,7 +19,7 @@ import logging
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from sqlite3 import Connection, Row
@@ -30,7 +30,15 @@ from mpic import bounded_json
 from mpic.durable import FileSystem, write_durably
 from mpic.errors import CorruptFile, MPICError
 from mpic.kv.chunk import Kind
-from mpic.library.folder.layout import OWNER_SIDECAR, SIDECAR, CatalogRow, owner_folder, sidecar_of
+from mpic.library.folder.layout import (
+    OWNER_SIDECAR,
+    SIDECAR,
+    CatalogRow,
+    original_path,
+    owner_folder,
+    sidecar_of,
+)
+from mpic.library.records import SHARED
 
 log = logging.getLogger(__name__)
 
@@ -93,21 +101,13 @@ class Sidecar:
 
     Args:
         record: columns of the row it describes; a cache also has ``chunks``, a list of rows.
-        replaces: id of the file whose handle an upload takes over, while its row may not be committed yet.
     """
 
     kind: SidecarKind
     record: dict[str, Any]
-    replaces: str = field(default="", compare=False)
 
     @classmethod
-    def of(
-        cls,
-        kind: SidecarKind,
-        row: CatalogRow,
-        chunks: Iterable[CatalogRow] = (),
-        replaces: str = "",
-    ) -> Sidecar:
+    def of(cls, kind: SidecarKind, row: CatalogRow, chunks: Iterable[CatalogRow] = ()) -> Sidecar:
         """Returns the sidecar of a row.
 
         Args:
@@ -116,22 +116,17 @@ class Sidecar:
         record = _plain(row, COLUMNS[kind])
         if kind == "cache":
             record["chunks"] = [_plain(chunk, CACHE_CHUNK) for chunk in chunks]
-        return cls(kind, record, replaces)
+        return cls(kind, record)
 
     def encode(self) -> bytes:
         record = json.dumps(self.record, sort_keys=True)
         digest = hashlib.sha256(record.encode()).hexdigest()
-        replaces = f'"replaces": {json.dumps(self.replaces)}, ' if self.replaces else ""
-        head = f'"format": {FORMAT}, "kind": "{self.kind}", {replaces}"sha256": "{digest}"'
+        head = f'"format": {FORMAT}, "kind": "{self.kind}", "sha256": "{digest}"'
         return f'{{{head}, "record": {record}}}\n'.encode()
 
     @classmethod
     def decode(cls, data: bytes, name: str) -> Sidecar:
-        """Reads the bytes of a sidecar.
-
-        Raises:
-            CorruptFile: it is damaged, or has another format.
-        """
+        """Reads the bytes of a sidecar. Raises CorruptFile: it is damaged, or has another format."""
         try:
             whole = bounded_json.read(data, BOUNDS)
             record = json.dumps(whole["record"], sort_keys=True)
@@ -145,7 +140,7 @@ class Sidecar:
             raise CorruptFile(f"the sidecar {name} is damaged ({error!r})") from error
         if wrong:
             raise CorruptFile(f"the sidecar {name} cannot be used: {wrong}")
-        return cls(whole["kind"], whole["record"], str(whole.get("replaces", "")))
+        return cls(whole["kind"], whole["record"])
 
     @classmethod
     def read(cls, path: Path) -> Sidecar:
@@ -162,6 +157,48 @@ class Sidecar:
         if len(data) > MOST_BYTES:
             raise CorruptFile(f"the sidecar {path.name} is larger than any that this program writes")
         return cls.decode(data, path.name)
+
+    def originals(self, path: str) -> dict[str, dict[str, Any]]:
+        """Return the records of the originals that this sidecar describes, by their paths.
+
+        Args:
+            path: of the sidecar, relative to the library's root.
+        """
+        if self.kind == "cache":
+            return {original_path(self.record["owner"], one["id"]): one for one in self.record["chunks"]}
+        return {} if self.kind == "owner" else {path.removesuffix(SIDECAR): self.record}
+
+
+def read_sidecars(
+    root: Path, paths: Iterable[str], report: Callable[[str, Exception], None]
+) -> list[tuple[str, Sidecar]]:
+    """Read sidecars, and return them with their paths: users first, then by age, but the newest version of a reference
+    before older ones.
+
+    Args:
+        paths: relative to the library's root.
+        report: called with each sidecar that is damaged, describes something in another place, or cannot be read.
+    """
+    found = []
+    for path in sorted(paths):
+        try:
+            sidecar = Sidecar.read(root / path)
+            record, (_, folder, name) = sidecar.record, path.split("/")
+            owner = {"reference": SHARED, "owner": record["id"]}.get(sidecar.kind) or record["owner"]
+            stem = name.removesuffix(SIDECAR)
+            if sidecar.kind == "reference":
+                stem = stem.rpartition("@")[0]
+            named = "owner" if sidecar.kind == "owner" else record["id"]
+            if folder != owner_folder(owner) or stem != named:
+                raise CorruptFile(f"the sidecar {path} describes {record['id']}, which belongs elsewhere")
+            found.append((path, sidecar))
+        except (CorruptFile, OSError) as error:
+            report(path, error)
+    return sorted(found, key=lambda entry: _age(entry[1]))
+
+
+def _age(sidecar: Sidecar) -> tuple[bool, float, int]:
+    return sidecar.kind != "owner", sidecar.record["created_at"], -sidecar.record.get("version", 0)
 
 
 class Sidecars:
@@ -189,11 +226,7 @@ class Sidecars:
         return self._root / "files" / owner_folder(owner) / name
 
     def write(self, path: Path, sidecar: Sidecar) -> None:
-        """Writes a sidecar durably.
-
-        Raises:
-            StorageFull: the disk is full.
-        """
+        """Writes a sidecar durably. Raises StorageFull: the disk is full."""
         write_durably(self._filesystem, path, [memoryview(sidecar.encode())])
 
     def rewrite(self, db: Connection, kind: SidecarKind, id: str) -> None:

@@ -24,6 +24,7 @@ from mpic.library.limits import Limits
 if TYPE_CHECKING:
     from charset_normalizer import CharsetMatch
 
+DEFAULT = Limits()
 HEAD = 32
 """Bytes that tell what an upload claims to be."""
 SIGNATURES = (b"\x89PNG", b"\xff\xd8", b"GIF8", b"II*\x00", b"MM\x00*")
@@ -114,7 +115,7 @@ def sniff(head: bytes, no_clips: str | None = NO_CLIPS) -> Kind:
     return "image" if bmp or head.startswith(SIGNATURES) else "text"
 
 
-def decode_image(data: bytes, limits: Limits | None = None) -> Image.Image:
+def decode_image(data: bytes, limits: Limits = DEFAULT) -> Image.Image:
     """Decodes one still image: upright (EXIF orientation applied), RGB, transparency laid over white.
 
     A large image is decoded in another process. Drop one image before decoding the next, because few fit into memory.
@@ -131,22 +132,20 @@ def decode_image(data: bytes, limits: Limits | None = None) -> Image.Image:
         NoImageDecoder: the package that decodes it is not installed.
         OutOfMemory: there is not enough memory for it now.
     """
-    limits = limits or Limits()
     return decoder().decode(data, _rules(limits), limits.decode_bytes)
 
 
-def image_key(data: bytes, limits: Limits | None = None) -> ChunkKey:
+def image_key(data: bytes, limits: Limits = DEFAULT) -> ChunkKey:
     """Returns ``ChunkKey.of_image(decode_image(data, limits))``; a large image never enters this process.
 
     Raises:
         DecoderBusy: too many large images are waiting.
         MPICError: see ``decode_image`` for the other errors.
     """
-    limits = limits or Limits()
     return ChunkKey("image", decoder().identify(data, _rules(limits), limits.decode_bytes).digest)
 
 
-def decode_clip(data: bytes, sample: Sample, limits: Limits | None = None) -> Clip:
+def decode_clip(data: bytes, sample: Sample, limits: Limits = DEFAULT) -> Clip:
     """Decodes the frames of a clip that are seen, in another process. Drop it before you decode the next.
 
     Args:
@@ -161,14 +160,12 @@ def decode_clip(data: bytes, sample: Sample, limits: Limits | None = None) -> Cl
         DecoderBusy: too many large files are waiting.
         OutOfMemory: there is not enough memory for it now.
     """
-    limits = limits or Limits()
     return decoder().clip(data, _clip_rules(limits), limits.decode_bytes, sample)
 
 
-def clip_key(data: bytes, limits: Limits | None = None) -> ChunkKey:
+def clip_key(data: bytes, limits: Limits = DEFAULT) -> ChunkKey:
     """Returns the identity of a clip, of which every frame was decoded once, to see that it can be. Raises as
     ``decode_clip``."""
-    limits = limits or Limits()
     decoder().clip_facts(data, _clip_rules(limits), limits.decode_bytes)
     return ChunkKey.of_clip(data)
 
@@ -182,7 +179,7 @@ class Content(NamedTuple):
     pages: int | None = None
 
 
-def content_of(data: bytes, limits: Limits | None = None, no_clips: str | None = NO_CLIPS) -> Content:
+def content_of(data: bytes, limits: Limits = DEFAULT, no_clips: str | None = NO_CLIPS) -> Content:
     """Returns the identity of an image, a clip or a text, whichever the bytes are.
 
     Args:
@@ -191,7 +188,6 @@ def content_of(data: bytes, limits: Limits | None = None, no_clips: str | None =
     Raises:
         As ``image_key``, ``clip_key``, ``read_document``, ``encoding_of`` and ``decode_text``.
     """
-    limits = limits or Limits()
     kind = sniff(data[:HEAD], no_clips)
     if kind == "image" and no_clips is None and is_animated(data):
         kind = "image" if limits.gif and data.startswith(b"GIF8") else "video"
@@ -209,10 +205,9 @@ def content_of(data: bytes, limits: Limits | None = None, no_clips: str | None =
 
 
 def thumbnail(
-    data: bytes, limits: Limits | None = None, *, side: int, least: int = 0, transparent: bool = False
+    data: bytes, limits: Limits = DEFAULT, *, side: int, least: int = 0, transparent: bool = False
 ) -> bytes:
     """Returns a small PNG of an image; see ``mpic.imaging.pixels.thumbnail``. Raises as ``image_key``."""
-    limits = limits or Limits()
     options = {"side": side, "least": least, "transparent": transparent}
     return decoder().thumbnail(data, _rules(limits), limits.decode_bytes, **options)
 
@@ -237,7 +232,7 @@ def is_document(head: bytes) -> bool:
     return head.startswith(DOCUMENTS)
 
 
-def read_document(data: bytes, limits: Limits | None = None, patient: bool = False) -> DocumentText:
+def read_document(data: bytes, limits: Limits = DEFAULT, patient: bool = False) -> DocumentText:
     """Returns the text of a PDF or Office document, which another process reads.
 
     Args:
@@ -246,7 +241,6 @@ def read_document(data: bytes, limits: Limits | None = None, patient: bool = Fal
     Raises:
         As ``mpic.imaging.decoder.Decoder.document``.
     """
-    limits = limits or Limits()
     rules = DocumentRules(limits.document_pages, limits.text_bytes)
     return decoder().document(data, rules, limits.decode_bytes, patient)
 
@@ -320,7 +314,7 @@ def _matches(sample: bytes) -> Iterable[CharsetMatch]:
     return from_bytes(sample, cp_isolation=ENCODINGS, enable_fallback=False)
 
 
-def decode_text(data: bytes, limits: Limits | None = None, encoding: str = "") -> str:
+def decode_text(data: bytes, limits: Limits = DEFAULT, encoding: str = "") -> str:
     """Decodes a text strictly and removes an optional byte order mark; nothing else is changed.
 
     Args:
@@ -330,7 +324,6 @@ def decode_text(data: bytes, limits: Limits | None = None, encoding: str = "") -
         TooLarge: more bytes than the limits allow, in the file or in UTF-8.
         InvalidText: not in this encoding, contains NUL, or holds nothing but white space.
     """
-    limits = limits or Limits()
     check_text_size(len(data), limits)
     try:
         text = data.decode(encoding or "utf-8").removeprefix("\ufeff")

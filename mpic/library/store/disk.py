@@ -26,13 +26,12 @@ from mpic.errors import CorruptFile, IntegrityError, MPICError, NotFound, OutOfM
 from mpic.file_status import status_of
 from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey
 from mpic.kv.file import ChunkFile, encode
+from mpic.kv.parts import LayerRange, Piece, PieceReader
 from mpic.library.catalog.database import OWED, Catalog
-from mpic.library.folder.layout import chunk_path
+from mpic.library.folder.layout import chunk_path, scan_chunks
 from mpic.library.folder.quarantine import Orphans, Quarantine
 from mpic.library.limits import Limits
 from mpic.library.store.chunk_rows import ChunkRow, ChunkRows, DurableChunk, Source
-from mpic.library.store.disk_parts import DiskParts
-from mpic.library.store.reconcile import reconcile_chunks
 from mpic.library.store.tombstones import DeletedContents
 from mpic.memory import is_exhaustion
 
@@ -87,8 +86,7 @@ class DiskChunk:
         """Opens the file to be read in pieces of at most ``most`` bytes; raises what ``read_layers`` does."""
         own = self._file is None
         file = self._file or self._store._file(self._key, self._tokens, inputs=False)
-        failed = partial(self._store.failed, self._key, file)
-        return DiskParts(file, own, most, failed, lambda size: self._store._count(bytes_read=size))
+        return DiskParts(self._store, self._key, file, own, most)
 
     def read_ahead(self) -> None:
         """Begins reading the file; see ``StoredChunk``."""
@@ -103,6 +101,38 @@ class DiskChunk:
         file, self._file = self._file, None
         if file is not None:
             file.close()
+
+
+class DiskParts:
+    """A chunk that several threads read at the same time; see ``mpic.kv.store.PartedChunk``.
+
+    Args:
+        own: ``close`` closes the file.
+        most: bytes of the largest piece.
+    """
+
+    def __init__(self, store: DiskStore, key: KVKey, file: ChunkFile, own: bool, most: int) -> None:
+        self._store, self._key, self._file, self._own = store, key, file, own
+        self._told = threading.Lock()  # taken for good with the first error
+        self.shape, self.dtype = file.shape.extent(file.slots), file.dtype
+        self.parts = file.parts(most)
+
+    def read_part(self, part: LayerRange) -> Iterator[tuple[Piece, PieceReader]]:
+        for piece, read in self._file.read_part(part):
+            yield piece, partial(self._read, read)
+
+    def _read(self, read: PieceReader, memory: torch.Tensor) -> None:
+        try:
+            read(memory)
+        except (CorruptFile, OSError) as error:
+            if self._told.acquire(blocking=False):
+                self._store.failed(self._key, self._file, error)
+            raise
+        self._store._count(bytes_read=memory.nbytes)
+
+    def close(self) -> None:
+        if self._own:
+            self._file.close()
 
 
 class DiskStore:
@@ -315,12 +345,39 @@ class DiskStore:
     # Housekeeping
 
     def reconcile(self, orphans: Orphans) -> Counter[str]:
-        """Makes files and rows agree, at start-up; see ``reconcile_chunks``."""
-        done = reconcile_chunks(
-            self.root, self._rows, self._catalog, self._quarantine, self._filesystem, orphans
-        )
-        self._count(missing=done["missing_chunks"])
-        return done
+        """Makes files and rows agree, at start-up. A file that the catalogue knows to be gone (evicted, expired,
+        deleted) was left by a crash and is removed; one that it does not know goes to the orphans.
+
+        Returns:
+            How many of each: ``missing_chunks`` have no file any more (a file of the wrong size is put into
+            quarantine), ``found_chunks`` have theirs again, ``leftovers`` were removed, ``orphans`` were put aside,
+            ``unknown`` have no name of this program and were left alone.
+        """
+        found = scan_chunks(self.root)
+        for path in found.leftovers:  # before anything is written: they may be what fills the disk
+            self._filesystem.try_remove(self.root / path)
+        lost, revived, gone = [], [], []
+        for row, state in self._rows.every():
+            size = found.sizes.pop(row.path, None)
+            if state == "ready" and size != row.bytes:
+                lost.append(row.key)
+                if size is not None:
+                    self._quarantine.take(self.root / row.path)
+            elif state == "missing" and size == row.bytes:
+                revived.append(row.key)
+            elif state != "ready" and size is not None:
+                gone.append(row.path)
+        self._rows.mark(lost, "missing")
+        self._rows.revive(revived)
+        deleted = self._catalog.tombstones(found.sizes)
+        aside = [path for path in found.sizes if path not in deleted]
+        orphans.take(aside)
+        for path in (*gone, *deleted):
+            self._filesystem.try_remove(self.root / path)
+        self._count(missing=len(lost))
+        removed = len(found.leftovers) + len(gone) + len(deleted)
+        done = Counter(missing_chunks=len(lost), found_chunks=len(revived), leftovers=removed)
+        return done + Counter(orphans=len(aside), unknown=len(found.unknown))
 
     def forget_gone(self, before: float) -> None:
         """Forgets the chunks that are gone and were last used before this time, with what was put aside of them."""

@@ -200,11 +200,7 @@ class HostTier:
             }
 
     def check(self) -> None:
-        """Checks that the bytes add up and are within the budget.
-
-        Raises:
-            IntegrityError: they do not.
-        """
+        """Checks that the bytes add up and are within the budget. Raises IntegrityError: they do not."""
         with self._lock:
             if self._copying:
                 return

@@ -11,12 +11,12 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from sqlite3 import Connection
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from mpic.errors import CorruptFile, MPICError
-from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey
+from mpic.kv.chunk import ChunkKey, ChunkKV, KVKey
 from mpic.kv.store import optional
 from mpic.library.store.chunk_rows import ChunkRow
 from mpic.library.store.disk import DiskStore
@@ -65,30 +65,14 @@ class Tier(Protocol):
 
 
 class Promoted:
-    """A chunk of one tier that is copied to nearer tiers once it has been read completely."""
+    """A chunk of one tier that is copied to nearer tiers once it has been read completely. Whatever else it can do is
+    that of its tier."""
 
     def __init__(self, key: KVKey, stored: StoredChunk, nearer: Sequence[Tier | DiskStore]) -> None:
         self._key, self._stored, self._nearer = key, stored, nearer
 
-    @property
-    def tier(self) -> str:
-        return self._stored.tier
-
-    @property
-    def inputs(self) -> ChunkInputs:
-        return self._stored.inputs
-
-    def read_ahead(self) -> None:
-        optional(self._stored, "read_ahead")
-
-    def refuse(self, error: CorruptFile) -> None:
-        optional(self._stored, "refuse", error)
-
-    def close(self) -> None:
-        optional(self._stored, "close")
-
-    def worth(self, seconds: float) -> bool:
-        return optional(self._stored, "worth", seconds) is not False
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stored, name)
 
     def in_parts(self, most: int) -> PartedChunk | None:
         """Opens the chunk to be read in parts, if every nearer tier can be read into (``reserve``): others are given
