@@ -14,6 +14,7 @@ from mpic.api.resources import ErrorDetail
 
 UNCUT = "what is sent is read as it is"
 ONE = "there is one way to answer"
+Nothing = Annotated[list[Any], Field(max_length=0)]
 
 
 class CacheControl(Strict):
@@ -162,6 +163,10 @@ class CustomTool(Strict):
         list[Any] | None, Field(max_length=0), only("write them into the description")
     ] = None
     defer_loading: Annotated[Literal[False] | None, only("all tools are shown")] = None
+    allowed_callers: (
+        Annotated[list[Annotated[Literal["direct"], only("the model calls all tools itself")]], FIRST_ERROR]
+        | None
+    ) = None
 
 
 class ToolChoice(Strict):
@@ -181,7 +186,8 @@ class OutputConfig(Strict):
 
 
 class Thinking(Strict):
-    type: Annotated[Literal["disabled"], only("a model thinks as its chat template says")]
+    type: Annotated[Literal["disabled", "adaptive"], only("a model thinks as its chat template says")]
+    display: Literal["summarized", "omitted"] | None = Field(None, description="thoughts are not shown")
 
 
 class ThreadCreate(Strict):
@@ -213,6 +219,7 @@ class CountRequest(Strict):
     thinking: Thinking | None = None
     cache_control: CacheControl | None = None
     speed: Annotated[Literal["standard"] | None, only(ONE)] = None
+    mcp_servers: Annotated[Nothing | None, only("tools run at the client")] = None
     mpic: MPICOptions = MPICOptions()
     _asked: Any = PrivateAttr(None)
 

@@ -67,6 +67,13 @@ class TextPart(Strict):
     text: str
 
 
+class RefusalPart(Strict):
+    """What an earlier answer said in place of an answer; only in assistant messages."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
 class ImageURL(Strict):
     url: str = Field(description="a data URL, or the id of an uploaded image (`file-...`)")
     detail: annotation("detail") = None  # ty: ignore[invalid-type-form] (made from OpenAI's schema)
@@ -141,7 +148,7 @@ class CachePart(Strict):
 
 
 Part = Annotated[
-    TextPart | ImageURLPart | VideoURLPart | ImagePart | FilePart | DocumentPart | CachePart,
+    TextPart | RefusalPart | ImageURLPart | VideoURLPart | ImagePart | FilePart | DocumentPart | CachePart,
     Field(discriminator="type"),
 ]
 
@@ -193,6 +200,10 @@ class MessageParam(Answered):
     refusal: str | None = Field(
         None, description="stands for content that is missing; ignored beside content"
     )
+    reasoning_content: str | None = Field(
+        None, description="thoughts of an earlier answer, for a chat template that prints them"
+    )
+    reasoning: str | None = Field(None, description="a newer name of reasoning_content")
     annotations: Annotations | None = Field(None, description="annotations of an earlier answer; ignored")
     audio: None = None
     function_call: None = None

@@ -4,6 +4,7 @@ Content is a string or a list of parts:
 
 =============  ========================================================================================
 ``text``       ``{"text": str}``; in user messages ``IMAGE#NAME`` and ``FILE#NAME`` are handles
+``refusal``    ``{"refusal": str}``: text of an earlier answer
 ``image_url``  ``{"image_url": {"url": data URL or file id}}`` (or the url itself)
 ``video_url``  ``{"video_url": {"url": data URL or file id}}`` (or the url itself): a clip
 ``image``      ``{"image": data URL or file id}``, or ``file_id`` / ``handle``
@@ -60,7 +61,7 @@ another one."""
 WORD = re.compile(r"\S")
 T = TypeVar("T")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-PART_TYPES = ("text", "image_url", "video_url", "image", "file", "document", "cache")
+PART_TYPES = ("text", "refusal", "image_url", "video_url", "image", "file", "document", "cache")
 URL_PARTS = ("image_url", "video_url", "image")
 """Parts in which a string may stand for the object with its URL."""
 
@@ -254,8 +255,12 @@ class _Parser:
             )
         if kind == "text":
             return self._text(_string(part, "text", param, allow_empty=True), role, index, f"{param}.text")
-        if role == "assistant":
-            raise BadRequest(f"a {role} message takes text parts only, not {kind!r}", param=f"{param}.type")
+        if kind == "refusal" and role == "assistant":
+            return self._text(_string(part, kind, param, allow_empty=True), role, index, f"{param}.refusal")
+        if role == "assistant" or kind == "refusal":
+            raise BadRequest(
+                f"a part of type {kind} does not belong into a message of role {role}", param=f"{param}.type"
+            )
         name = part.get("name")
         if name is not None and (not isinstance(name, str) or not name.strip()):
             raise BadRequest("name must be a non-empty string", param=f"{param}.name")

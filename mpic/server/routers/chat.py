@@ -44,7 +44,7 @@ from mpic.server.tool_parser import CLOSE
 router = APIRouter(prefix="/v1/chat", tags=["chat"], route_class=ChatRoute)
 
 IGNORED = {
-    **dict.fromkeys(("refusal", "annotations", "audio", "function_call"), True),
+    **dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"), True),
     "tool_calls": {"__all__": {"index": True, "function": {"parsed_arguments"}}},
 }
 """Fields of an earlier answer that the model does not see."""
@@ -273,6 +273,8 @@ def template_options(body: ChatRequest) -> dict[str, Any]:
 def _seen(message: MessageParam) -> dict[str, Any]:
     """Returns what the model sees of a message."""
     seen = message.model_dump(exclude_none=True, exclude=IGNORED)
+    if message.reasoning and message.role == "assistant":
+        seen.setdefault("reasoning_content", message.reasoning)
     return {"content": message.refusal, **seen} if message.refusal else seen
 
 
