@@ -9,19 +9,12 @@ from pydantic import Field, PrivateAttr, StrictBool, StrictInt
 from mpic.api.base import ClosedObject, one_of
 from mpic.api.completion import MPICUsage
 from mpic.api.openai_fields import Name
-from mpic.api.requests import FIRST_ERROR, Answered, Effort, MPICOptions, Strict, only
+from mpic.api.requests import FIRST_ERROR, Answered, CacheControl, Effort, MPICOptions, Strict, only
 from mpic.api.resources import ErrorDetail
 
 UNCUT = "what is sent is read as it is"
 ONE = "there is one way to answer"
 Nothing = Annotated[list[Any], Field(max_length=0)]
-
-
-class CacheControl(Strict):
-    """Changes nothing: images and documents are found again by their content, and the rest by its beginning."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
 
 
 class PartBlock(Answered):

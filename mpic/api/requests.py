@@ -60,11 +60,19 @@ def only(why: str) -> WrapValidator:
 # ---- chat: request
 
 
+class CacheControl(Strict):
+    """Marks a text that is worth reusing: it is a chunk even if it is not long."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
 class TextPart(Strict):
     """Text. In messages of users `IMAGE#NAME` and `FILE#NAME` in it link uploads in place; `IMAGE\\#NAME` is text."""
 
     type: Literal["text"]
     text: str
+    cache_control: CacheControl | None = None
 
 
 class RefusalPart(Strict):

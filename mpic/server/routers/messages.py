@@ -139,7 +139,9 @@ class MessagesDialect(Translation):
         elif isinstance(block, ToolResultBlock):
             self.begin("tool", at, tool_call_id=block.tool_use_id)
             self.add([({"type": "text", "text": "Error:"}, at)] if block.is_error else ())
-            self.add(_texts(block.content or "", f"{at}.content"))
+            parts = _texts(block.content or "", f"{at}.content")
+            mark = {"cache_control": block.cache_control} if block.cache_control else {}
+            self.add(({**part, **mark} if part["type"] == "text" else part, at) for part, at in parts)
         elif not isinstance(block, ThinkingBlock):
             self.go_on(role, turn)
             self.add(_parts(block, at))
@@ -294,7 +296,7 @@ def _texts(content: str | Iterable[PartBlock], where: str) -> Parts:
 def _parts(block: PartBlock, at: str) -> Parts:
     """Yields the content parts of a block that is no call and no result."""
     if isinstance(block, TextBlock):
-        yield {"type": "text", "text": block.text}, at
+        yield {"type": "text", "text": block.text, "cache_control": block.cache_control}, at
     elif isinstance(block, SearchResultBlock):
         text = "\n".join(part.text for part in block.content)
         yield {"type": "document", "text": text, "name": block.title or block.source or None}, f"{at}.content"
