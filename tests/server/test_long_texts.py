@@ -1,11 +1,13 @@
 """Long texts of requests whose clients know nothing of chunks (``[engine] link_texts``)."""
 
+from itertools import pairwise
+
 import pytest
 from chat_models import processor
 from fake_engine import FakeEngine
 from server_helpers import fake_server
 
-from mpic.config import Config, EngineConfig
+from mpic.config import Config, EngineConfig, ServerConfig
 from mpic.prompt import ChatTemplate
 
 LEAST = 200
@@ -86,14 +88,14 @@ async def test_langchain_and_llama_index_long_texts_are_chunks_and_the_prompt_ke
     assert labels(linked) == ["tools", "system", "user", "tool", "user"] and not exact.chunks
     assert ids_of(linked) == ids_of(exact)
     kinds = [hasattr(segment, "token_ids") for segment in linked.segments]
-    assert all(a or b for a, b in zip(kinds, kinds[1:])) and kinds[0] and kinds[-1]  # no two chunks touch
+    assert all(a or b for a, b in pairwise(kinds)) and kinds[0] and kinds[-1]  # no two chunks touch
     linked_tokens = sum(len(chunk.token_ids) for chunk in linked.chunks)
     assert linked_tokens > 0.7 * len(ids_of(exact))  # all but the template, questions and the answer
     assert [c.key for c in linked.chunks][3] == [c.key for c in linked.chunks][4]
 
 
-@pytest.mark.parametrize("policy", ["full", "prefix", "nocache"])
-async def test_a_policy_that_reads_no_chunks_or_leaves_them_out_links_no_text(server, policy):
+@pytest.mark.parametrize("policy", ["full", "prefix", "nocache", "reuse-2step"])
+async def test_a_policy_that_reads_no_chunks_or_that_auto_may_not_choose_links_no_text(server, policy):
     assert not (await prompt_of(server, CONVERSATION, policy=policy, tools=[WEATHER])).chunks
 
 
@@ -144,8 +146,6 @@ async def test_a_press_does_not_compress_them(server):
 
 
 async def test_no_more_texts_are_linked_than_a_prompt_may_have_chunks(tmp_path, template):
-    from mpic.config import ServerConfig
-
     config = Config(ServerConfig(max_chunks=2), EngineConfig(policy="mpic-16", link_texts=LEAST))
     async with fake_server(tmp_path, template, FakeEngine(context=30_000, pool=30_000), config) as server:
         assert len((await prompt_of(server, CONVERSATION, tools=[WEATHER])).chunks) == 2

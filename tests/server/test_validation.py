@@ -96,7 +96,7 @@ CHAT = {
         {
             "role": "user",
             "content": [
-                {"type": "text", "text": "x"},
+                {"type": "text", "text": "x", "cache_control": {"type": "ephemeral", "ttl": "5m"}},
                 {"type": "image_url", "image_url": {"url": "x", "detail": "low"}, **NAMED},
                 {"type": "video_url", "video_url": {"url": "x"}, **NAMED},
                 {"type": "image", "image": "x", "file_id": "x", "handle": "x", **NAMED},
