@@ -129,6 +129,8 @@ class EngineConfig:
             calibration of the model allows (mpic calibrate), else prefix, which is exact.
         press: compresses images and documents when they are compiled, such as snapkv-50 (which removes half of their
             tokens in every layer and head); default: none (native).
+        link_texts: long texts of requests are reused like documents from so many tokens on, under policies that reuse
+            chunks; 0: they are not.
         device: auto, cpu, cuda, cuda:N or mps.
         dtype: float32, bfloat16, float16 or auto (the model's own on an accelerator; on the CPU bfloat16 if the model
             has it and the processor a matrix unit for it, as with AMX, or with quantize, else float32; with vllm always
@@ -165,6 +167,7 @@ class EngineConfig:
     model: str = field(default_factory=bundled_model)
     policy: str = AUTO
     press: str = ""
+    link_texts: int = 1024
     device: str = "auto"
     dtype: str = "auto"
     kv_dtype: str = "auto"

@@ -9,18 +9,12 @@ from pydantic import Field, PrivateAttr, StrictBool, StrictInt
 from mpic.api.base import ClosedObject, one_of
 from mpic.api.completion import MPICUsage
 from mpic.api.openai_fields import Name
-from mpic.api.requests import FIRST_ERROR, Answered, Effort, MPICOptions, Strict, only
+from mpic.api.requests import FIRST_ERROR, Answered, CacheControl, Effort, MPICOptions, Strict, only
 from mpic.api.resources import ErrorDetail
 
 UNCUT = "what is sent is read as it is"
 ONE = "there is one way to answer"
-
-
-class CacheControl(Strict):
-    """Changes nothing: images and documents are found again by their content, and the rest by its beginning."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
+Nothing = Annotated[list[Any], Field(max_length=0)]
 
 
 class PartBlock(Answered):
@@ -166,6 +160,10 @@ class CustomTool(Strict):
         list[Any] | None, Field(max_length=0), only("write them into the description")
     ] = None
     defer_loading: Annotated[Literal[False] | None, only("all tools are shown")] = None
+    allowed_callers: (
+        Annotated[list[Annotated[Literal["direct"], only("the model calls all tools itself")]], FIRST_ERROR]
+        | None
+    ) = None
 
 
 class ToolChoice(Strict):
@@ -185,7 +183,8 @@ class OutputConfig(Strict):
 
 
 class Thinking(Strict):
-    type: Annotated[Literal["disabled"], only("a model thinks as its chat template says")]
+    type: Annotated[Literal["disabled", "adaptive"], only("a model thinks as its chat template says")]
+    display: Literal["summarized", "omitted"] | None = Field(None, description="thoughts are not shown")
 
 
 class ThreadCreate(Strict):
@@ -217,6 +216,7 @@ class CountRequest(Strict):
     thinking: Thinking | None = None
     cache_control: CacheControl | None = None
     speed: Annotated[Literal["standard"] | None, only(ONE)] = None
+    mcp_servers: Annotated[Nothing | None, only("tools run at the client")] = None
     mpic: MPICOptions = MPICOptions()
     _asked: Any = PrivateAttr(None)
 

@@ -23,6 +23,11 @@ Empty = (
 )
 Name = Annotated[str, Field(max_length=1024)]
 Names = Annotated[dict[str, Name], Field(max_length=64)]
+Retention = Literal["in_memory", "in-memory", "24h"]
+Tier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
+CacheOptions = dict[Literal["mode", "ttl"], Literal["implicit", "explicit", "30m"]]
+Prediction = dict[Literal["type", "content"], str | list[Any]]
+Detail = Literal["auto", "low", "high", "original"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,9 @@ class OpenAIField:
 
 PENALTY = "answers are not penalized"
 LEGACY = "use tools"
+ONE_TIER = "there is one tier"
+VERBOSITY = "say it in the prompt"
+
 
 OPENAI_FIELDS: tuple[OpenAIField, ...] = (
     OpenAIField("audio", None, "", "text comes out, nothing else", no=({"voice": "alloy"},)),
@@ -86,33 +94,57 @@ OPENAI_FIELDS: tuple[OpenAIField, ...] = (
         (["text", "audio"],),
     ),
     OpenAIField("moderation", None, "", "nothing is moderated", no=({},)),
-    OpenAIField("prediction", None, "", "answers are not predicted", no=({"type": "content"},)),
+    OpenAIField(
+        "prediction",
+        Prediction,
+        "a text",
+        "answers are not predicted, and would be the same",
+        (
+            {"type": "content", "content": "a"},
+            {"type": "content", "content": [{"type": "text", "text": "a"}]},
+        ),
+        ({"type": "content", "more": "a"}, "a"),
+    ),
     OpenAIField("presence_penalty", Zero, "0", PENALTY, (0,), (-1,)),
     OpenAIField(
         "prompt_cache_key", Name, "a text", "chunks are found by their content", ("x", ""), (5, "x" * 2000)
     ),
-    OpenAIField("prompt_cache_options", None, "", "chunks are found by their content", no=({},)),
-    OpenAIField("prompt_cache_retention", None, "", "upload a file with ttl instead", no=("24h",)),
+    OpenAIField(
+        "prompt_cache_options",
+        CacheOptions,
+        "an object with `mode` and `ttl`",
+        "chunks are found by their content",
+        ({}, {"mode": "implicit", "ttl": "30m"}),
+        ({"mode": "none"}, []),
+    ),
+    OpenAIField(
+        "prompt_cache_retention",
+        Retention,
+        "in_memory or 24h",
+        "chunks are kept as long as there is room",
+        ("in_memory", "24h"),
+        ("1y",),
+    ),
     OpenAIField("repetition_penalty", One, "1", PENALTY, (1, 1.0), (1.1,)),
     OpenAIField("safety_identifier", Name, "a text", "who asks is known from the key", ("x",), (5,)),
     OpenAIField(
         "service_tier",
-        Literal["auto", "default"],
-        "auto or default",
-        "there is one tier",
-        ("auto", "default"),
-        ("flex",),
+        Tier,
+        "OpenAI's names",
+        ONE_TIER,
+        ("auto", "default", "flex", "priority"),
+        ("gold",),
     ),
     OpenAIField("store", Literal[False], "false", "answers are not kept", (False,), (True, "no")),
     OpenAIField("user", Name, "a text", "who asks is known from the key", ("someone", ""), (5, {})),
-    OpenAIField("verbosity", None, "", "say it in the prompt", no=("low",)),
+    OpenAIField("verbosity", Literal["medium"], "medium", VERBOSITY, ("medium",), ("low",)),
     OpenAIField("web_search_options", None, "", "references are searched with mpic.retrieval", no=({},)),
     OpenAIField(
         "detail",
-        Literal["auto", "low", "high"],
-        "auto, low or high",
+        Detail,
+        "auto, low, high or original",
         "images are always read at the model's own resolution",
-        ("auto", "low", "high"),
+        ("auto", "low", "high", "original"),
         ("huge", 1),
         inside="image_url",
     ),

@@ -60,11 +60,26 @@ def only(why: str) -> WrapValidator:
 # ---- chat: request
 
 
+class CacheControl(Strict):
+    """Marks a text that is worth reusing: it is a chunk even if it is not long."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
 class TextPart(Strict):
     """Text. In messages of users `IMAGE#NAME` and `FILE#NAME` in it link uploads in place; `IMAGE\\#NAME` is text."""
 
     type: Literal["text"]
     text: str
+    cache_control: CacheControl | None = None
+
+
+class RefusalPart(Strict):
+    """What an earlier answer said in place of an answer; only in assistant messages."""
+
+    type: Literal["refusal"]
+    refusal: str
 
 
 class ImageURL(Strict):
@@ -140,13 +155,6 @@ class CachePart(Strict):
     name: str | None = LABEL
 
 
-class RefusalPart(Strict):
-    """Text of an earlier answer that declined."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-
 Part = Annotated[
     TextPart | ImageURLPart | VideoURLPart | ImagePart | FilePart | DocumentPart | CachePart | RefusalPart,
     Field(discriminator="type"),
@@ -200,6 +208,10 @@ class MessageParam(Answered):
     refusal: str | None = Field(
         None, description="stands for content that is missing; ignored beside content"
     )
+    reasoning_content: str | None = Field(
+        None, description="thoughts of an earlier answer, for a chat template that prints them"
+    )
+    reasoning: str | None = Field(None, description="a newer name of reasoning_content")
     annotations: Annotations | None = Field(None, description="annotations of an earlier answer; ignored")
     audio: None = None
     function_call: None = None

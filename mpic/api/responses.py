@@ -8,7 +8,16 @@ from pydantic import Discriminator, Field, PrivateAttr, StrictBool, StrictInt, T
 
 from mpic.api.base import ClosedObject, Deleted, one_of
 from mpic.api.completion import MPICUsage
-from mpic.api.openai_fields import Name, Names
+from mpic.api.openai_fields import (
+    ONE_TIER,
+    VERBOSITY,
+    CacheOptions,
+    Detail,
+    Name,
+    Names,
+    Retention,
+    Tier,
+)
 from mpic.api.requests import FIRST_ERROR, Answered, Effort, MPICOptions, Strict, only
 
 THINKS = "a model thinks as its chat template says"
@@ -35,7 +44,7 @@ class InputImage(Answered):
     type: Literal["input_image"]
     image_url: str | None = Field(None, description="a data URL, or the id of an upload")
     file_id: str | None = None
-    detail: Literal["auto", "low", "high", "original"] | None = Field(
+    detail: Detail | None = Field(
         None, description="changes nothing: images are read at the model's own resolution"
     )
 
@@ -144,7 +153,7 @@ class TextFormat(Strict):
 
 class TextOptions(Strict):
     format: TextFormat | None = None
-    verbosity: Annotated[None, only("say it in the prompt")] = None
+    verbosity: Annotated[Literal["medium"] | None, only(VERBOSITY)] = None
 
 
 class ReasoningOptions(Strict):
@@ -200,21 +209,30 @@ class ResponsesRequest(Strict):
     user: Name | None = None
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
-    service_tier: Annotated[Literal["auto", "default"] | None, only("there is one tier")] = None
-    truncation: Annotated[Literal["disabled"] | None, only("nothing is left out of a conversation")] = None
+    service_tier: Annotated[Tier | None, only(ONE_TIER)] = None
+    truncation: Literal["disabled", "auto"] | None = Field(
+        None, description="changes nothing: a conversation that does not fit is refused"
+    )
     background: Annotated[Literal[False] | None, only("answers are waited for")] = None
     top_logprobs: Annotated[Literal[0] | None, only("chat completions have them")] = None
     context_management: Annotated[Nothing | None, only("nothing is left out of a conversation")] = None
     conversation: Annotated[None, only("use previous_response_id")] = None
     moderation: Annotated[None, only("nothing is moderated")] = None
     prompt: Annotated[None, only("prompts are not kept here")] = None
-    prompt_cache_options: Annotated[None, only("chunks are found by their content")] = None
-    prompt_cache_retention: Annotated[None, only("upload a file with ttl instead")] = None
+    prompt_cache_options: Annotated[CacheOptions | None, only("chunks are found by their content")] = None
+    prompt_cache_retention: Annotated[Retention | None, only("chunks are kept as long as there is room")] = (
+        None
+    )
     mpic: MPICOptions = MPICOptions()
     _asked: Any = PrivateAttr(None)
 
 
 # ---- answers
+
+
+class InputTokens(ClosedObject):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
 
 
 class InputTokensDetails(ClosedObject):

@@ -24,6 +24,7 @@ from mpic.api.requests import (
 MOST_PROMPTS = 128
 Token = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+Texts = Annotated[list[str], Field(min_length=1, max_length=2048, fail_fast=True)]
 Prompts = Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
 TokenPrompts = Annotated[list[Tokens], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
 
@@ -124,13 +125,13 @@ class DetokenizedText(ClosedObject):
 class EmbeddingRequest(Strict):
     """Texts for the embedder of the reference library."""
 
-    input: str | Prompts = Field(description="a text, or several")
+    input: str | Texts = Field(description="a text, or several; ids of tokens are refused")
     model: str = Field(
         description="the name of the embedder (`[retrieval] embedder`; of a folder its last part)"
     )
     encoding_format: Literal["float", "base64"] | None = None
     user: Name | None = None
-    dimensions: Annotated[Empty | None, only("vectors have the embedder's own dimension")] = None
+    dimensions: StrictInt | None = Field(None, ge=1, description="only the embedder's own")
 
     @property
     def texts(self) -> list[str]:

@@ -129,15 +129,18 @@ class GuardedTokenizer:
         self._verify(stock, tokenizer)
         self.prefix = _prefix(tokenizer)
 
-    def encode(self, text: str, limit: Limit | None = None) -> tuple[int, ...]:
+    def encode(self, text: str, limit: Limit | None = None, owner: str | None = None) -> tuple[int, ...]:
         """Returns the ids of a client's text by itself; nothing is added.
+
+        Args:
+            owner: see ``SlicedTokenizer.ids``.
 
         Raises:
             ContextLengthExceeded: the text has more tokens than ``limit`` allows.
         """
         self._check(limit, [text])
         found: list[int] = []
-        for _, ids in self.sliced.ids([(text, True)]):
+        for _, ids in self.sliced.ids([(text, True)], owner):
             found += ids
             if limit is not None:
                 limit.check(len(found))

@@ -4,6 +4,7 @@ Content is a string or a list of parts:
 
 =============  ========================================================================================
 ``text``       ``{"text": str}``; in user messages ``IMAGE#NAME`` and ``FILE#NAME`` are handles
+``refusal``    ``{"refusal": str}``: text of an earlier answer
 ``image_url``  ``{"image_url": {"url": data URL or file id}}`` (or the url itself)
 ``video_url``  ``{"video_url": {"url": data URL or file id}}`` (or the url itself): a clip
 ``image``      ``{"image": data URL or file id}``, or ``file_id`` / ``handle``

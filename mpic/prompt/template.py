@@ -139,6 +139,10 @@ class ChatTemplate:
         """
         return self._guard.encode(text, self._limit(self.context, "the text"))
 
+    def tokenize_alone(self, text: str, owner: str) -> tuple[int, ...]:
+        """Returns the ids of a text of a prompt that fits, as ``tokenize_document`` does."""
+        return self._guard.encode(text, owner=owner)
+
     def tokenize_whole(self, text: str, bare: bool = False) -> tuple[int, ...]:
         """Returns the ids of a prompt that a client has written as a whole, for the model itself: control strings in it
         are control tokens.

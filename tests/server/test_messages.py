@@ -357,7 +357,6 @@ REFUSED = [
     ({"max_tokens": None}, "max_tokens", "bad_request"),
     ({"nonsense": 1}, "nonsense", "unsupported_parameter"),
     ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking.type", "unsupported_parameter"),
-    ({"thinking": {"type": "adaptive"}}, "thinking.type", "unsupported_parameter"),
     ({"output_config": {"effort": "low"}}, "output_config.effort", "unsupported_parameter"),
     ({"service_tier": "flex"}, "service_tier", "unsupported_parameter"),
     ({"container": "c"}, "container", "unsupported_parameter"),

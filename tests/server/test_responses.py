@@ -224,7 +224,6 @@ REFUSED = [
     ({"nonsense": 1}, "nonsense", "unsupported_parameter"),
     ({"background": True}, "background", "unsupported_parameter"),
     ({"conversation": "conv_1"}, "conversation", "unsupported_parameter"),
-    ({"truncation": "auto"}, "truncation", "unsupported_parameter"),
     ({"reasoning": {"effort": "low"}}, "reasoning.effort", "unsupported_parameter"),
     ({"include": ["message.output_text.logprobs"]}, "include[0]", "unsupported_parameter"),
     ({"text": {"verbosity": "low"}}, "text.verbosity", "unsupported_parameter"),

@@ -185,6 +185,7 @@ async def test_vectors_are_those_of_the_embedder_of_references(server):
     [
         ({"model": "text-embedding-3-small"}, (404, "model_not_found", "model")),
         ({"input": ["a", " "]}, (400, "bad_request", "input[1]")),
+        ({"input": [[320, 736]]}, (400, "bad_request", "input[0]")),
         ({"input": [["a"]]}, (400, "bad_request", "input[0]")),
         ({"input": "a red square " * 100}, (400, "context_length_exceeded", "input")),
         ({"input": ["a", "x" * 100_000]}, (400, "context_length_exceeded", "input[1]")),

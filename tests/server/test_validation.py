@@ -96,7 +96,7 @@ CHAT = {
         {
             "role": "user",
             "content": [
-                {"type": "text", "text": "x"},
+                {"type": "text", "text": "x", "cache_control": {"type": "ephemeral", "ttl": "5m"}},
                 {"type": "image_url", "image_url": {"url": "x", "detail": "low"}, **NAMED},
                 {"type": "video_url", "video_url": {"url": "x"}, **NAMED},
                 {"type": "image", "image": "x", "file_id": "x", "handle": "x", **NAMED},
@@ -119,7 +119,7 @@ CHAT = {
             "refusal": None,
             "annotations": [{"type": "x"}],
         }
-        | {"audio": None, "function_call": None},
+        | {"audio": None, "function_call": None, "reasoning_content": "x", "reasoning": "x"},
         {"role": "tool", "tool_call_id": "c", "content": "x"},
     ],
     "model": "x",
@@ -202,10 +202,12 @@ MESSAGES = {
     "tools": [
         {"name": "f", "input_schema": {"x": 1}, "type": "custom", "description": "x", "strict": True}
         | {"eager_input_streaming": True, "input_examples": [], "defer_loading": False, **CACHED}
+        | {"allowed_callers": ["direct"]}
     ],
     "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
     "output_config": {"format": {"type": "json_schema", "schema": {"x": 1}}, "effort": "low"},
-    "thinking": {"type": "disabled"},
+    "thinking": {"type": "disabled", "display": "omitted"},
+    "mcp_servers": [],
     "speed": "standard",
     "mpic": CHAT["mpic"],
     "stream": True,
@@ -330,7 +332,7 @@ BODIES = {
     | {"add_generation_prompt": True, "continue_final_message": False},
     texts.DetokenizeRequest: {"tokens": [1, 2], "model": "x"},
     texts.EmbeddingRequest: {"input": ["x"], "model": "x", "encoding_format": "float"}
-    | {"user": "x", "dimensions": False},
+    | {"user": "x", "dimensions": 2},
     requests.CacheRequest: {
         "text": "x",
         "split": {"mode": "fixed", "tokens": 2, "overlap": 1},
@@ -502,7 +504,7 @@ def test_an_unknown_name_is_named_by_its_exact_place(model):
     )
     free = re.compile(
         r"(.*\.)?(parameters|filter|annotations|metadata|logit_bias|schema|chat_template_kwargs"
-        r"|input_schema|logprobs|caller|transformations|(?<=\]\.)input)(\W.*)?"
+        r"|prediction|prompt_cache_options|input_schema|logprobs|caller|transformations|(?<=\]\.)input)(\W.*)?"
     )
     for at in places(BODIES[model]):
         inside = BODIES[model]

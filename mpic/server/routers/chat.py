@@ -29,10 +29,12 @@ from mpic.link import Policy, named_policy
 from mpic.press import parse_press
 from mpic.prompt import ChatTemplate, build_prompt
 from mpic.prompt.bounds import check_conversation
+from mpic.prompt.long_texts import link_long_texts
 from mpic.prompt.messages import Handles
 from mpic.server import retrieval
 from mpic.server.answer_form import form_of
 from mpic.server.auth import CurrentUser, User, take_answers
+from mpic.server.auto import unfit
 from mpic.server.completions import CompletionWriter
 from mpic.server.json_routes import ChatRoute
 from mpic.server.parallel_sampling import ParallelSampling, add_usages
@@ -44,7 +46,7 @@ from mpic.server.tool_parser import CLOSE
 router = APIRouter(prefix="/v1/chat", tags=["chat"], route_class=ChatRoute)
 
 IGNORED = {
-    **dict.fromkeys(("refusal", "annotations", "audio", "function_call"), True),
+    **dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"), True),
     "tool_calls": {"__all__": {"index": True, "function": {"parsed_arguments"}}},
 }
 """Fields of an earlier answer that the model does not see."""
@@ -254,6 +256,15 @@ def prepare(
                 messages, searcher, query, state, resolver, policy or state.auto.default, handles
             )
     prompt = prompt.pressed(press, state.config.engine.press)
+    linking = policy or state.auto.default
+    if policy is None and search is None:
+        linking = state.auto.for_kinds({"text", *(chunk.kind for chunk in prompt.chunks)})
+    least = state.config.engine.link_texts
+    if least > 0 and linking.uses_chunks and unfit(linking) is None:
+        most = state.config.server.max_chunks
+        linked = link_long_texts(prompt, messages, tools, state.template, user, least, most)
+        if linked is not prompt:
+            prompt, policy = linked, linking
     if policy is None:  # a search may add references of any kind
         policy = state.auto.for_chunks(prompt.chunks) if search is None else state.auto.default
         asked_press(body, policy)
@@ -273,6 +284,8 @@ def template_options(body: ChatRequest) -> dict[str, Any]:
 def _seen(message: MessageParam) -> dict[str, Any]:
     """Returns what the model sees of a message."""
     seen = message.model_dump(exclude_none=True, exclude=IGNORED)
+    if message.reasoning and message.role == "assistant":
+        seen.setdefault("reasoning_content", message.reasoning)
     return {"content": message.refusal, **seen} if message.refusal else seen
 
 

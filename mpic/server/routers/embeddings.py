@@ -7,7 +7,7 @@ import base64
 from fastapi import APIRouter, Request
 
 from mpic.api.texts import Embedding, EmbeddingList, EmbeddingRequest, EmbeddingUsage
-from mpic.errors import BadRequest, ContextLengthExceeded, ModelNotFound, cut
+from mpic.errors import BadRequest, ContextLengthExceeded, ModelNotFound, UnsupportedParameter, cut
 from mpic.server.auth import CurrentUser
 from mpic.server.json_routes import JSONRoute
 from mpic.server.state import State, StateDep
@@ -29,6 +29,11 @@ def _embedded(body: EmbeddingRequest, state: State) -> EmbeddingList:
     if body.model != name:
         raise ModelNotFound(
             f"model {cut(body.model)!r} makes no vectors here; {cut(name)!r} does", param="model"
+        )
+    if body.dimensions not in (None, embedder.name.dimension):
+        raise UnsupportedParameter(
+            f"dimensions is not supported by this server: vectors have {embedder.name.dimension}",
+            param="dimensions",
         )
     for i, text in enumerate(body.texts):
         param = "input" if isinstance(body.input, str) else f"input[{i}]"

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
-from contextvars import Context
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -40,14 +36,11 @@ from mpic.api.requests import ChatRequest, MessageParam
 from mpic.bounded_json import Bounds
 from mpic.errors import BadRequest, MPICError, ResponseNotFound, UnsupportedParameter
 from mpic.http import errors
-from mpic.http.sse import event, while_connected
-from mpic.prompt import TextSegment
-from mpic.prompt.messages import Handles
+from mpic.http.sse import event
 from mpic.server.auth import CurrentUser
 from mpic.server.kept_responses import KeptResponse
 from mpic.server.routers import chat
-from mpic.server.routers.models import check_model
-from mpic.server.routers.translation import Parts, TranslatedRoute, Translation, calls_of
+from mpic.server.routers.translation import Parts, TranslatedRoute, Translation, calls_of, count
 from mpic.server.state import State, StateDep
 
 PATH = "/v1/messages"
@@ -125,7 +118,8 @@ class MessagesDialect(Translation):
             self.add(_texts(asked.system, "system"))
         for i, turn in enumerate(asked.messages):
             where = f"messages[{i}]"
-            if i + 1 == len(asked.messages) and turn.role == "assistant":
+            called = asked.tool_choice and asked.tool_choice.type in ("any", "tool")  # no text goes on there
+            if i + 1 == len(asked.messages) and turn.role == "assistant" and not called:
                 raise UnsupportedParameter(PREFILL, param=where)
             if isinstance(turn.content, str) or not turn.content:
                 self.go_on(turn.role, where, f"{where}.content")
@@ -145,7 +139,9 @@ class MessagesDialect(Translation):
         elif isinstance(block, ToolResultBlock):
             self.begin("tool", at, f"{at}.content", tool_call_id=block.tool_use_id)
             self.add([({"type": "text", "text": "Error:"}, at)] if block.is_error else ())
-            self.add(_texts(block.content or "", f"{at}.content"))
+            parts = _texts(block.content or "", f"{at}.content")
+            mark = {"cache_control": block.cache_control} if block.cache_control else {}
+            self.add(({**part, **mark} if part["type"] == "text" else part, at) for part, at in parts)
         elif not isinstance(block, ThinkingBlock):
             self.go_on(role, turn, f"{turn}.content")
             self.add(_parts(block, at))
@@ -300,7 +296,7 @@ def _texts(content: str | Iterable[PartBlock], where: str) -> Parts:
 def _parts(block: PartBlock, at: str) -> Parts:
     """Yields the content parts of a block that is no call and no result."""
     if isinstance(block, TextBlock):
-        yield {"type": "text", "text": block.text}, at
+        yield {"type": "text", "text": block.text, "cache_control": block.cache_control}, at
     elif isinstance(block, SearchResultBlock):
         text = "\n".join(part.text for part in block.content)
         yield {"type": "document", "text": text, "name": block.title or block.source or None}, f"{at}.content"
@@ -395,23 +391,7 @@ async def count_tokens(
 ) -> TokenCount:
     """Count the tokens of a conversation. Its images and documents are compiled, which an answer then reuses."""
     asked, dialect = body._asked
-
-    def begin() -> tuple[int, list[Future[int]]]:
-        generation, _ = chat.prepare(asked, state, user.id, Handles())
-        compile = partial(state.engine.compile, wrapping=generation.policy.wrapping, exists=generation.exists)
-        texts = sum(len(part) for part in generation.prompt.segments if isinstance(part, TextSegment))
-        # in a context of its own: what an engine begins there must not end with this work
-        return texts, [Context().run(compile, chunk) for chunk in generation.prompt.chunks]
-
-    try:
-        check_model(state, asked.model)
-        count, compiling = await state.pools.prompts.run(request, begin)
-        for chunk in compiling:
-            count += await while_connected(request, asyncio.shield(asyncio.wrap_future(chunk)))
-    except MPICError as error:
-        dialect.rename(error)
-        raise
-    return TokenCount(input_tokens=count)
+    return TokenCount(input_tokens=await count(asked, dialect, request, state, user.id))
 
 
 # ---- errors

@@ -19,6 +19,7 @@ from mpic.api.responses import (
     InputImage,
     InputRefusal,
     InputText,
+    InputTokens,
     ItemReference,
     MessageItem,
     NamedFunction,
@@ -31,7 +32,7 @@ from mpic.http.sse import event
 from mpic.server.auth import CurrentUser
 from mpic.server.kept_responses import KeptResponse, KeptResponses
 from mpic.server.routers import chat
-from mpic.server.routers.translation import Parts, TranslatedRoute, Translation, calls_of
+from mpic.server.routers.translation import Parts, TranslatedRoute, Translation, calls_of, count
 from mpic.server.state import StateDep
 
 PREVIOUS = "previous_response_id"
@@ -399,6 +400,16 @@ async def create(body: ResponsesRequest, request: Request, state: StateDep, user
     asked, dialect = body._asked
     linked = dialect.link(asked, state.responses, user.id)
     return await chat.answer(request, linked, state, user, dialect)
+
+
+@router.post("/input_tokens")
+async def input_tokens(
+    body: ResponsesRequest, request: Request, state: StateDep, user: CurrentUser
+) -> InputTokens:
+    """Count the tokens of a conversation. Its images and documents are compiled, which an answer then reuses."""
+    asked, dialect = body._asked
+    linked = dialect.link(asked, state.responses, user.id)
+    return InputTokens(input_tokens=await count(linked, dialect, request, state, user.id))
 
 
 @router.get("/{response_id}", response_model=ResponseObject)

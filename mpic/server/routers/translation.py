@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from contextvars import Context
+from functools import partial
 from typing import Any, ClassVar, cast
 
+from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from mpic.api.requests import ChatRequest
+from mpic.errors import MPICError
 from mpic.http import errors
+from mpic.http.sse import while_connected
+from mpic.prompt import TextSegment
+from mpic.prompt.messages import Handles
 from mpic.server.json_routes import PromptRoute
 from mpic.server.kept_responses import KeptResponse
+from mpic.server.routers import chat
 from mpic.server.routers.chat import Dialect
+from mpic.server.routers.models import check_model
 from mpic.server.state import State
 
 MESSAGE = re.compile(r"messages\[(\d+)\]")
@@ -120,6 +131,32 @@ class TranslatedRoute(PromptRoute):
         if asked is not None:
             asked._asked = self.dialect.translate(asked, size)
         return asked
+
+
+async def count(asked: ChatRequest, dialect: Dialect, request: Request, state: State, user: str) -> int:
+    """Returns the tokens of a conversation. Its images and documents are compiled, which an answer then reuses.
+
+    Raises:
+        ClientDisconnected: the client closed the connection.
+        MPICError: the conversation is refused; the error names the fields of the client's own request.
+    """
+
+    def begin() -> tuple[int, list[Future[int]]]:
+        generation, _ = chat.prepare(asked, state, user, Handles())
+        compile = partial(state.engine.compile, wrapping=generation.policy.wrapping, exists=generation.exists)
+        texts = sum(len(part) for part in generation.prompt.segments if isinstance(part, TextSegment))
+        # in a context of its own: what an engine begins there must not end with this work
+        return texts, [Context().run(compile, chunk) for chunk in generation.prompt.chunks]
+
+    try:
+        check_model(state, asked.model)
+        counted, compiling = await state.pools.prompts.run(request, begin)
+        for chunk in compiling:
+            counted += await while_connected(request, asyncio.shield(asyncio.wrap_future(chunk)))
+    except MPICError as error:
+        dialect.rename(error)
+        raise
+    return counted
 
 
 def calls_of(message: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
