@@ -17,16 +17,16 @@ REFERENCES = {1: HERE / "references", 2: HERE / "references-large"}
 
 
 def model_folder(name: str = DEFAULT) -> Path:
-    """Returns the folder of a bundled model."""
+    """Return the folder of a bundled model."""
     return HERE / "models" / name
 
 
 def samples_folder(model: str) -> Path:
-    """Returns the samples to ask a model about, by its name or folder; those of the default model for any other."""
+    """Return the samples to ask a model about, by its name or folder; those of the default model for any other."""
     return SAMPLES.get(Path(model).name, SAMPLES[DEFAULT])
 
 
 def generation_for(context: int) -> int:
-    """Returns the generation whose images and documents suit a model with so many tokens of context: the second, whose
+    """Return the generation whose images and documents suit a model with so many tokens of context: the second, whose
     sizes are those of the papers, where ten documents of 300 to 1,000 tokens fit, else the first."""
     return 2 if context >= 8192 else 1

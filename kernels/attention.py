@@ -61,7 +61,7 @@ class KVView:
         self._cuts: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def layers(self, lo: int, hi: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns keys and values of slots ``[lo, hi)``, ``[kv_heads, hi - lo, head_dim]`` each, layer by layer; one
+        """Return keys and values of slots ``[lo, hi)``, ``[kv_heads, hi - lo, head_dim]`` each, layer by layer; one
         tensor twice where the values are the keys."""
         cut = self._cuts.get((lo, hi))
         if cut is None:
@@ -127,12 +127,12 @@ class SingleRows(Protocol):
     rows: torch.Tensor
 
     def advance(self) -> SingleRows | None:
-        """Returns the same rows one step later, if each has one more own token (a span whose call is ``first``) and
+        """Return the same rows one step later, if each has one more own token (a span whose call is ``first``) and
         nothing else has changed; None if they have to be made anew. The old object must not be used afterwards."""
         ...
 
     def attend(self, q: torch.Tensor, layer: int, scale: float, extras: Extras = PLAIN) -> torch.Tensor:
-        """Returns fp32 ``[R, heads, head_dim]`` of the single rows for ``q [heads, T, head_dim]`` of all rows."""
+        """Return fp32 ``[R, heads, head_dim]`` of the single rows for ``q [heads, T, head_dim]`` of all rows."""
         ...
 
 
@@ -142,7 +142,7 @@ any strides as long as head_dim is dense."""
 
 
 def rotate(q: torch.Tensor, rotation: QueryRotation) -> torch.Tensor:
-    """Returns ``q [heads, r, head_dim]`` rotated; arithmetic in fp32, result contiguous in q's dtype.
+    """Return ``q [heads, r, head_dim]`` rotated; arithmetic in fp32, result contiguous in q's dtype.
 
     Dimensions beyond ``rotary_dim`` (partial rotary, Phi-3) pass unchanged.
     """
@@ -180,7 +180,7 @@ def attend(
     extras: Extras = PLAIN,
     kv_heads: int | None = None,
 ) -> torch.Tensor:
-    """Computes the attention of a step's rows over their spans.
+    """Compute the attention of a step's rows over their spans.
 
     Args:
         q: ``[heads, rows, head_dim]``, rotated at the rows' own positions.
@@ -227,7 +227,7 @@ def attend(
 
 
 def _read(call: SpanCall, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns keys and values of a call, ``[kv_heads, tokens, head_dim]`` each; a copy where slots are listed."""
+    """Return keys and values of a call, ``[kv_heads, tokens, head_dim]`` each; a copy where slots are listed."""
     source, lo, hi, *_ = call.span
     if call.slots is None:
         return source.layers(lo, hi)[layer]
@@ -238,7 +238,7 @@ def _read(call: SpanCall, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _merge(out: torch.Tensor, lse: torch.Tensor, o: torch.Tensor, l: torch.Tensor, first: bool) -> None:
-    """Joins a partial result into ``out [heads, r, head_dim]`` and ``lse [heads, r]``, or stores the first one."""
+    """Join a partial result into ``out [heads, r, head_dim]`` and ``lse [heads, r]``, or store the first one."""
     if first:
         out.copy_(o)
         lse.copy_(l)

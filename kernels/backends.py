@@ -47,7 +47,7 @@ def choose(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
 ) -> AttentionChoice:
-    """Returns the implementations of a name, or those that are best here (``auto``).
+    """Return the implementations of a name, or those that are best here (``auto``).
 
     Args:
         dims: the head dimension of each kind of layer.
@@ -81,7 +81,7 @@ def choose(
 def _other_kv(
     choice: AttentionChoice, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, reason: str
 ) -> AttentionChoice:
-    """Returns a choice whose kernels read keys and values in another dtype than the model's.
+    """Return a choice whose kernels read keys and values in another dtype than the model's.
 
     Raises:
         ModelRefused: no kernel reads this dtype.
@@ -104,7 +104,7 @@ def _compiled(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
 ) -> AttentionChoice:
-    """Returns our own kernels: for blocks the one that takes all spans; torch's where it does not serve the layers."""
+    """Return our own kernels: for blocks the one that takes all spans; torch's where it does not serve the layers."""
     choice = torchs._replace(name=streams[0].name, streams=streams)
     if capped:
         spans, reason = [], "its scores are capped"
@@ -116,7 +116,7 @@ def _compiled(
 
 
 def backend(device: torch.device, dtype: torch.dtype) -> tuple[str, Partial]:
-    """Returns the name and the implementation for a device. The choice is made only here, and is shown in ``/health``.
+    """Return the name and the implementation for a device. The choice is made only here, and is shown in ``/health``.
 
     ``mpic.kernels.triton`` takes whole steps instead of calls, so it is chosen elsewhere: by name, or by the engine
     where it serves best (``LoadedModel.choose_attention``, ``mpic.engine.load_engine``).
@@ -135,7 +135,7 @@ def backend(device: torch.device, dtype: torch.dtype) -> tuple[str, Partial]:
 def single_rows(
     device: torch.device, dtype: torch.dtype, head_dim: int, kv_dtype: torch.dtype | None = None
 ) -> tuple[StreamKernel | None, str]:
-    """Returns a kernel for single rows, if the device has one, or None and the reason ("" where none exists for the
+    """Return a kernel for single rows, if the device has one, or None and the reason ("" where none exists for the
     device)."""
     from mpic.kernels import stream
 
@@ -150,7 +150,7 @@ def single_rows(
 def block_spans(
     device: torch.device, dtype: torch.dtype, dims: Sequence[int], kv_dtype: torch.dtype | None = None
 ) -> tuple[list[BlockSpanKernel], str]:
-    """Returns a kernel for blocks of rows over all their spans for each of some head dimensions, or none: the one for a
+    """Return a kernel for blocks of rows over all their spans for each of some head dimensions, or none: the one for a
     matrix unit where the processor has it. The text beside them says why there is no better one ("" where none exists
     for the device)."""
     from mpic.kernels import block_spans, block_tiles, c_kernel

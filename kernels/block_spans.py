@@ -92,7 +92,7 @@ class BlockSpans:
         )
 
     def attend(self, q: torch.Tensor, layer: int, scale: float, extras: Extras = PLAIN) -> torch.Tensor:
-        """Attends in one layer.
+        """Attend in one layer.
 
         Args:
             q: ``[heads, rows, head_dim]``, rotated at the rows' own positions.
@@ -123,7 +123,7 @@ class BlockSpans:
         kv_heads: int | None,
         bases: dict[int, int],
     ) -> tuple[int, ...]:
-        """Returns a call as a row of the table (``Call`` of block_spans.c). ``bases`` numbers those that turn."""
+        """Return a call as a row of the table (``Call`` of block_spans.c). ``bases`` numbers those that turn."""
         span, rows, slots = call.span, call.rows, call.slots
         kv = span.source.data
         self._kernel.check(call, heads, kv_heads)
@@ -147,7 +147,7 @@ class BlockSpans:
 def _blocks(
     kernel: BlockSpanKernel, firsts: Sequence[slice], ranges: np.ndarray, group: int, kv_heads: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Cuts rows into the blocks of tasks, of about the same size.
+    """Cut rows into the blocks of tasks, of about the same size.
 
     Args:
         kernel: will run the tasks.
@@ -202,7 +202,7 @@ class BlockSpanKernel:
         rotations: Rotations,
         kv_heads: int | None = None,
     ) -> BlockSpans:
-        """Builds the tables of one step.
+        """Build the tables of one step.
 
         Args:
             calls: at least one; each row's first call has ``first`` set.
@@ -215,7 +215,7 @@ class BlockSpanKernel:
         return BlockSpans(self, calls, heads, rotations, kv_heads)
 
     def check(self, call: SpanCall, heads: int, part: int | None) -> None:
-        """Raises ValueError if the kernel cannot read a call's span (``part`` heads of it, if given) for this number of
+        """Raise ValueError if the kernel cannot read a call's span (``part`` heads of it, if given) for this number of
         heads."""
         kv, span = call.span.source.data, call.span
         _, parts, kv_heads, slots, dim = kv.shape
@@ -237,7 +237,7 @@ class BlockSpanKernel:
 
 @functools.cache
 def load(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> BlockSpanKernel:
-    """Builds the kernel, or takes it from the cache folder, and proves it on a small example.
+    """Build the kernel, or take it from the cache folder, and prove it on a small example.
 
     Args:
         kv_dtype: of keys and values; None: that of the queries.
@@ -259,7 +259,7 @@ def load(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None)
 
 
 def prove(kernel: BlockSpanKernel, tolerance: float) -> None:
-    """Compares the kernel with one softmax in double precision on a small example, because a wrong build must be found
+    """Compare the kernel with one softmax in double precision on a small example, because a wrong build must be found
     here, not in an answer: 70 own tokens, which are causal; 130 others at another base, the first of which are hidden
     from some rows; 75 that are listed, to which one head gives much higher scores; a sink.
 

@@ -29,7 +29,7 @@ class BlockTileKernel(BlockSpanKernel):
 
 @functools.cache
 def load(head_dim: int, *, emulated: bool = False) -> BlockTileKernel:
-    """Builds the kernel, or takes it from the cache folder, and proves it on a small example.
+    """Build the kernel, or take it from the cache folder, and prove it on a small example.
 
     Args:
         emulated: the matrix unit's work is done by plain C, which is slow and runs on any processor (for tests).

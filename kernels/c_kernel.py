@@ -39,7 +39,7 @@ class KernelUnavailable(Exception):
 
 
 def variant(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[str, list[str]]:
-    """Returns the name and the options of a kernel of attention for queries of one dtype over keys and values of
+    """Return the name and the options of a kernel of attention for queries of one dtype over keys and values of
     another (``vectors.h``).
 
     Raises:
@@ -56,7 +56,7 @@ def variant(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[s
 
 
 def unit_options(*, emulated: bool) -> list[str]:
-    """Returns the options of a kernel that multiplies on the processor's matrix unit (``tiles.h``), which this process
+    """Return the options of a kernel that multiplies on the processor's matrix unit (``tiles.h``), which this process
     may use from now on.
 
     Args:
@@ -73,7 +73,7 @@ def unit_options(*, emulated: bool) -> list[str]:
 
 
 def why_no_unit() -> str:
-    """Returns why the processor's matrix unit for bfloat16 cannot be used; empty if it can. The operating system is
+    """Return why the processor's matrix unit for bfloat16 cannot be used; empty if it can. The operating system is
     asked to let this process use it."""
     if not instructions.unit():
         return "the processor has no matrix unit that torch may use"
@@ -85,7 +85,7 @@ def why_no_unit() -> str:
 
 
 def build(source: Path, name: str, options: Sequence[str]) -> ctypes.CDLL:
-    """Loads what the compiler makes of a C file, which it does the first time only.
+    """Load what the compiler makes of a C file, which it does the first time only.
 
     Args:
         name: tells variants of the source apart, for readers of the cache folder.
@@ -142,7 +142,7 @@ def _built(folder: Path, compiler: str, source: Path, name: str, wanted: Sequenc
 
 
 def _folder() -> Path:
-    """Returns the folder of the built files, which it makes if there is none.
+    """Return the folder of the built files, which it makes if there is none.
 
     Raises:
         KernelUnavailable: there can be none, or others can write there.
@@ -161,7 +161,7 @@ def _folder() -> Path:
 
 
 def _kept(folder: Path, prefix: str) -> Path | None:
-    """Returns the library that was built before, if nobody else can have put it there and it is as long as its name
+    """Return the library that was built before, if nobody else can have put it there and it is as long as its name
     says: loading one that ends too early would end the process."""
     for path in folder.glob(f"{prefix}*.so"):
         found = path.lstat()
@@ -176,14 +176,14 @@ def _others_can_write(found: os.stat_result) -> bool:
 
 
 def _texts(source: Path) -> list[str]:
-    """Returns the text of a C file, and those of the files beside it that it includes."""
+    """Return the text of a C file, and those of the files beside it that it includes."""
     text = source.read_text()
     beside = [source.with_name(name) for name in _INCLUDE.findall(text)]
     return [text, *(part for file in beside for part in _texts(file))]
 
 
 def _cache_folder() -> Path:
-    """Returns the folder in which built kernels are kept for this user."""
+    """Return the folder in which built kernels are kept for this user."""
     try:
         import platformdirs
     except ImportError as error:

@@ -28,7 +28,7 @@ def partial(
 def suffixes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, visible: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends from rows each of which sees the slots from its own first one on; shapes as
+    """Attend from rows each of which sees the slots from its own first one on; shapes as
     ``mpic.kernels.attention.Partial``.
 
     With a mask torch's kernel takes a third to a fifth of the time of explicit scores (``masked.py``).

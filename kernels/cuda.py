@@ -18,7 +18,7 @@ _MOST = 256
 def _fold(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Makes the head counts equal: unmasked calls fold a group's heads into query rows, causal ones repeat the keys."""
+    """Make the head counts equal: unmasked calls fold a group's heads into query rows, causal ones repeat the keys."""
     group = q.shape[1] // k.shape[1]
     if group == 1:
         return q, k, v
@@ -30,7 +30,7 @@ def _fold(
 def flash_partial(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends in bf16 or fp16; shapes as ``mpic.kernels.attention.Partial``. Larger heads, and GPUs that are older than
+    """Attend in bf16 or fp16; shapes as ``mpic.kernels.attention.Partial``. Larger heads, and GPUs that are older than
     sm_80, get torch's other kernel."""
     if q.shape[-1] > _MOST or _is_old(q.device):
         return efficient_partial(q, k, v, causal, scale)
@@ -42,7 +42,7 @@ def flash_partial(
 def efficient_partial(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends in any precision; shapes as ``mpic.kernels.attention.Partial``. Torch's kernel pads its log-sum-exp to a
+    """Attend in any precision; shapes as ``mpic.kernels.attention.Partial``. Torch's kernel pads its log-sum-exp to a
     multiple of 32 rows."""
     fq, fk, fv = _fold(q, k, v, causal)
     out, lse, *_ = _efficient(fq, fk, fv, None, True, 0.0, causal, scale=scale)

@@ -163,7 +163,7 @@ class DecoderLayers:
         )
 
     def takes(self, state: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> bool:
-        """Returns whether these can be the inputs of the first layer, and the rotations of their rows."""
+        """Return whether these can be the inputs of the first layer, and the rotations of their rows."""
         fits = state.shape == (len(state), self.hidden)
         fits = fits and state.dtype is self.dtype and state.is_contiguous()
         for table in (cosine, sine):
@@ -172,13 +172,13 @@ class DecoderLayers:
         return fits
 
     def writes_to(self, writes: RowWrites, rows: int) -> bool:
-        """Returns whether keys and values of so many rows can be written as a step's tables say."""
+        """Return whether keys and values of so many rows can be written as a step's tables say."""
         fits = writes.count == rows and writes.memory.dtype is self._kv_dtype
         slots = len(self.weights.layers), 2 * self._kv_heads * rows
         return fits and writes.index.shape == slots and writes.memory.shape[1] == self.head_dim
 
     def room(self, rows: int) -> dict[str, torch.Tensor]:
-        """Returns memory for a step of so many rows to work in, ``[rows, width]`` each, by the names in ``Pass``."""
+        """Return memory for a step of so many rows to work in, ``[rows, width]`` each, by the names in ``Pass``."""
         own, kv = self._heads * self.head_dim, self._kv_heads * self.head_dim
         widths = {"normed": self.hidden, "product": self.hidden, "query": own, "key": kv, "value": kv}
         widths |= {"gate": self._inner, "up": self._inner}
@@ -201,7 +201,7 @@ class DecoderLayers:
         return [*room.values(), *unit]
 
     def _refuse(self, weights: DecoderWeights) -> None:
-        """Raises ValueError if weights cannot be read as those of one decoder."""
+        """Raise ValueError if weights cannot be read as those of one decoder."""
         own, kv = self._heads * self.head_dim, self._kv_heads * self.head_dim
         inputs = {"query": own, "key": kv, "value": kv, "gate": self._inner, "up": self._inner}
         sizes = {name: (outputs, self.hidden) for name, outputs in inputs.items()}
@@ -221,7 +221,7 @@ class DecoderLayers:
             raise ValueError(f"{self._heads} heads over {self._kv_heads}, of which {self.half} pairs turn")
 
     def refuse_tensor(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-        """Raises ValueError if a weight has another shape, dtype or layout than C reads."""
+        """Raise ValueError if a weight has another shape, dtype or layout than C reads."""
         fits = tuple(tensor.shape) == shape and tensor.dtype is self.dtype
         if not fits or not tensor.is_cpu or not tensor.is_contiguous():
             raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, not {shape} {self.dtype}")
@@ -249,7 +249,7 @@ class DecoderKernel:
         self.between.restype = self.decode_tokens.restype = None
 
     def decoder(self, weights: DecoderWeights, half: int) -> DecoderLayers:
-        """Returns the layers of a model; see ``DecoderLayers``."""
+        """Return the layers of a model; see ``DecoderLayers``."""
         return DecoderLayers(self, weights, half)
 
 
@@ -315,7 +315,7 @@ class WholeDecoder:
         self._tables = rows, writes
 
     def rotate(self, cosine: torch.Tensor, sine: torch.Tensor) -> None:
-        """Sets the rotations of steps: cosine and sine ``[steps, rows, half]`` fp32 of the rows' positions.
+        """Set the rotations of steps: cosine and sine ``[steps, rows, half]`` fp32 of the rows' positions.
 
         Raises:
             ValueError: tensors of another size, dtype or layout.
@@ -334,7 +334,7 @@ class WholeDecoder:
         self._addresses = cosine.data_ptr(), sine.data_ptr()
 
     def __call__(self, tokens: list[int], step: int) -> torch.Tensor:
-        """Runs a step: keys and values are written, then attended to.
+        """Run a step: keys and values are written, then attended to.
 
         Args:
             tokens: of the rows, each below ``vocabulary``.
@@ -393,7 +393,7 @@ class BlockLayers:
         attend: Attend,
         wanted: torch.Tensor,
     ) -> torch.Tensor:
-        """Runs all layers. Behind the attention of the last one only the rows whose results are wanted are computed.
+        """Run all layers. Behind the attention of the last one only the rows whose results are wanted are computed.
 
         Args:
             state: ``[T, hidden]``, the inputs of the first layer; overwritten.
@@ -443,7 +443,7 @@ class BlockLayers:
         heads: list[torch.Tensor],
         attend: Attend,
     ) -> torch.Tensor:
-        """Computes a layer up to its attention, whose results it returns: ``[T, heads * head_dim]``."""
+        """Compute a layer up to its attention, whose results it returns: ``[T, heads * head_dim]``."""
         weights = self._layers.weights.layers[layer]
         self._between(this, BlockPart.BEFORE_ATTENTION, layer)
         projections = [weights.query, weights.key, weights.value]
@@ -454,7 +454,7 @@ class BlockLayers:
     def _behind_attention(
         self, layer: int, this: PassStruct, room: dict[str, torch.Tensor], attended: torch.Tensor
     ) -> None:
-        """Computes the rest of a layer for ``this.rows`` rows, whose state it changes, from what they have attended to,
+        """Compute the rest of a layer for ``this.rows`` rows, whose state it changes, from what they have attended to,
         ``[rows, heads * head_dim]``; ``room`` has memory for as many."""
         weights, multiply = self._layers.weights.layers[layer], self._products.into
         multiply(attended, [weights.output], [room["product"]])
@@ -467,7 +467,7 @@ class BlockLayers:
         self._function(self._layers.struct, this, part, layer)
 
     def _room(self, count: int) -> dict[str, torch.Tensor]:
-        """Returns memory for ``count`` rows."""
+        """Return memory for ``count`` rows."""
         if count > _KEPT_ROWS:
             return self._layers.room(count)
         kept: dict[str, torch.Tensor] | None = getattr(self._memory, "room", None)
@@ -484,7 +484,7 @@ def _point(this: PassStruct, tensors: dict[str, torch.Tensor]) -> None:
 
 @functools.cache
 def load(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> DecoderKernel:
-    """Builds the kernel, or takes it from the cache folder. The kernels that it is made of have proved themselves;
+    """Build the kernel, or take it from the cache folder. The kernels that it is made of have proved themselves;
     whether it computes what a model does is proved with the model (``mpic.model.program_proof``).
 
     Args:

@@ -31,7 +31,7 @@ _TILE = 64
 def calls_over(
     spans: Sequence[Span[KVView]], lo: int, hi: int, start: int, in_blocks: bool, gathers: bool
 ) -> Iterator[SpanCall]:
-    """Yields the calls of a slice of rows over mapped spans, each of which the rows behind it see whole.
+    """Yield the calls of a slice of rows over mapped spans, each of which the rows behind it see whole.
 
     Args:
         spans: in prompt order, so that the first rows which see them ascend.
@@ -51,7 +51,7 @@ def calls_over(
 
 
 def _gathered(seen: Sequence[tuple[int, Span[KVView]]], end: int) -> Iterator[SpanCall]:
-    """Yields the calls of the step's rows up to ``end`` over a chunk's spans, each with the first row that sees it.
+    """Yield the calls of the step's rows up to ``end`` over a chunk's spans, each with the first row that sees it.
 
     The slots are listed from the last one to the first, so that a row inside the chunk sees a suffix of the list, as
     rows see a suffix of a span through a window (``SpanCall.visible``)."""

@@ -18,24 +18,24 @@ _WITHOUT_UNIT = _WITHOUT_PAIRS | {"avx512_core_bf16", "avx512_core_fp16", "avx10
 
 
 def level() -> str:
-    """Returns what torch's own operations are compiled for: "AVX512", "AVX2", or another processor's word."""
+    """Return what torch's own operations are compiled for: "AVX512", "AVX2", or another processor's word."""
     return torch.backends.cpu.get_cpu_capability().split("_")[0]
 
 
 def pairs() -> bool:
-    """Returns whether pairs of bf16 numbers can be multiplied at once (AVX-512 BF16)."""
+    """Return whether pairs of bf16 numbers can be multiplied at once (AVX-512 BF16)."""
     return level() == "AVX512" and torch.cpu._is_avx512_bf16_supported() and _limit() not in _WITHOUT_PAIRS
 
 
 def fast_pairs() -> bool:
-    """Returns whether pairs of bf16 numbers are multiplied faster than as many fp32 numbers. On AMD's processors since
+    """Return whether pairs of bf16 numbers are multiplied faster than as many fp32 numbers. On AMD's processors since
     Zen 4 the instruction takes, by published tables, as long as one for fp32 numbers; on Intel's, whose matrix unit a
     virtual machine may hide, 1.6 to 1.8 times as long."""
     return pairs() and _is_amd()
 
 
 def unit() -> bool:
-    """Returns whether there is a matrix unit for bf16 (AMX)."""
+    """Return whether there is a matrix unit for bf16 (AMX)."""
     return level() == "AVX512" and torch.cpu._is_amx_tile_supported() and _limit() not in _WITHOUT_UNIT
 
 

@@ -65,7 +65,7 @@ class LinearKernel:
         bias: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns ``x W^T + b``, ``[..., outputs]``, for ``x [..., inputs]``, ``weight [outputs, inputs]`` and
+        """Return ``x W^T + b``, ``[..., outputs]``, for ``x [..., inputs]``, ``weight [outputs, inputs]`` and
         ``bias [outputs]``; any number of rows. ``out`` is contiguous memory of that size, or None.
 
         Raises:
@@ -89,7 +89,7 @@ class LinearKernel:
 def refuse(
     kernel: _Named, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
 ) -> None:
-    """Raises ValueError if a kernel of products cannot read these tensors, or write to ``out``."""
+    """Raise ValueError if a kernel of products cannot read these tensors, or write to ``out``."""
     outputs, inputs = weight.shape
     dtype = kernel.dtype
     fits = x.dtype is dtype and x.is_cpu and x.shape[-1] == inputs
@@ -106,7 +106,7 @@ def refuse(
 
 @functools.cache
 def load(dtype: torch.dtype) -> LinearKernel:
-    """Builds the kernel, or takes it from the cache folder, and proves it on a small example.
+    """Build the kernel, or take it from the cache folder, and prove it on a small example.
 
     Raises:
         KernelUnavailable: with the reason.
@@ -125,7 +125,7 @@ def load(dtype: torch.dtype) -> LinearKernel:
 
 
 def variant(dtype: torch.dtype) -> tuple[str, list[str]]:
-    """Returns how numbers of a dtype are multiplied on this processor, and the options that compile it.
+    """Return how numbers of a dtype are multiplied on this processor, and the options that compile it.
 
     Raises:
         KernelUnavailable: it multiplies other dtypes.
@@ -141,7 +141,7 @@ def variant(dtype: torch.dtype) -> tuple[str, list[str]]:
 
 
 def _prove(kernel: LinearKernel) -> None:
-    """Compares the kernel with torch on a small example, whose 7 rows, 9 outputs and 70 inputs all leave a rest.
+    """Compare the kernel with torch on a small example, whose 7 rows, 9 outputs and 70 inputs all leave a rest.
 
     Raises:
         KernelUnavailable: the results differ.

@@ -83,11 +83,11 @@ class LinearTilesKernel:
         )
 
     def takes(self, inputs: int) -> bool:
-        """Returns whether it multiplies rows of so many numbers."""
+        """Return whether it multiplies rows of so many numbers."""
         return not inputs % DEPTH
 
     def __call__(self, x: torch.Tensor, products: Sequence[Product], outs: Sequence[torch.Tensor]) -> None:
-        """Writes ``x W^T + b`` for some weights.
+        """Write ``x W^T + b`` for some weights.
 
         Args:
             x: ``[..., inputs]``; any number of rows.
@@ -121,7 +121,7 @@ class LinearTilesKernel:
         self._function(call)
 
     def _room(self, sizes: tuple[int, int]) -> list[torch.Tensor]:
-        """Returns memory of at least these bytes, which the calling thread keeps: the packed rows of the widest layer,
+        """Return memory of at least these bytes, which the calling thread keeps: the packed rows of the widest layer,
         and 256 KiB for each thread of the team where sums are carried."""
         kept: list[torch.Tensor] = getattr(self._memory, "room", [torch.empty(0)] * len(sizes))
         self._memory.room = [
@@ -131,7 +131,7 @@ class LinearTilesKernel:
         return self._memory.room
 
     def memory(self, rows: int, inputs: int, threads: int) -> tuple[int, int]:
-        """Returns the bytes that the kernel works in, to be passed as ``aligned`` gives them: for rows in the unit's
+        """Return the bytes that the kernel works in, to be passed as ``aligned`` gives them: for rows in the unit's
         order, and for sums that are carried from one run of inputs to the next."""
         pairs = -(-min(rows, ROWS) // DEPTH)
         sums = threads * (_PANEL // DEPTH) * (ROWS // DEPTH) * 4 * _TILE if inputs > RUN else 0
@@ -139,13 +139,13 @@ class LinearTilesKernel:
 
 
 def aligned(memory: torch.Tensor) -> int:
-    """Returns the first address in some memory at which a cache line begins."""
+    """Return the first address in some memory at which a cache line begins."""
     return -(-memory.data_ptr() // _ALIGNED) * _ALIGNED
 
 
 @functools.cache
 def load(*, emulated: bool = False) -> LinearTilesKernel:
-    """Builds the kernel, or takes it from the cache folder, and proves it on a small example.
+    """Build the kernel, or take it from the cache folder, and prove it on a small example.
 
     Args:
         emulated: the matrix unit's work is done by plain C, which is slow and runs on any processor (for tests).
@@ -161,7 +161,7 @@ def load(*, emulated: bool = False) -> LinearTilesKernel:
 
 
 def _prove(kernel: LinearTilesKernel) -> None:
-    """Compares the kernel with double precision on a small example: two products of rows and outputs that leave a
+    """Compare the kernel with double precision on a small example: two products of rows and outputs that leave a
     rest, over inputs that take two runs.
 
     Raises:

@@ -43,11 +43,11 @@ class WidenedKernel:
         self._rooms: deque[torch.Tensor] = deque()  # as many as callers were here at once
 
     def takes(self, inputs: int) -> bool:
-        """Returns whether it multiplies rows of so many numbers."""
+        """Return whether it multiplies rows of so many numbers."""
         return True
 
     def __call__(self, x: torch.Tensor, products: Sequence[Product], outs: Sequence[torch.Tensor]) -> None:
-        """Writes ``x W^T + b`` for some weights; shapes and errors as ``LinearTilesKernel.__call__``, for rows of any
+        """Write ``x W^T + b`` for some weights; shapes and errors as ``LinearTilesKernel.__call__``, for rows of any
         number of inputs."""
         inputs = x.shape[-1]
         for by, out in zip(products, outs, strict=True):
@@ -79,7 +79,7 @@ class WidenedKernel:
 
     @contextmanager
     def _room(self, numbers: int) -> Iterator[torch.Tensor]:
-        """Yields memory for at least so many fp32 numbers, which nobody else has meanwhile. It is kept, because memory
+        """Yield memory for at least so many fp32 numbers, which nobody else has meanwhile. It is kept, because memory
         that has never been written takes longer to write."""
         try:
             room = self._rooms.pop()
@@ -93,5 +93,5 @@ class WidenedKernel:
 
 
 def load() -> WidenedKernel:
-    """Returns the kernel for this processor."""
+    """Return the kernel for this processor."""
     return WidenedKernel(LEAST_ROWS[instructions.pairs()])

@@ -21,7 +21,7 @@ def partial(
     visible: torch.Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends with explicit scores; shapes as ``mpic.kernels.attention.Partial``.
+    """Attend with explicit scores; shapes as ``mpic.kernels.attention.Partial``.
 
     Args:
         visible: ``[r]`` int64, the first slot that each row sees; every row sees at least one.

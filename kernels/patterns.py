@@ -45,7 +45,7 @@ class PatternRows(NamedTuple):
 
 
 def pieces(rows: int, blocks: Sequence[tuple[int, int]]) -> Iterator[PatternRows]:
-    """Yields a slice of rows cut at its blocks, which ascend and may reach beyond it."""
+    """Yield a slice of rows cut at its blocks, which ascend and may reach beyond it."""
     done = 0
     for lo, hi in blocks:
         lo, hi = max(lo, 0), min(hi, rows)
@@ -67,7 +67,7 @@ def fresh_calls(
     before: Sequence[Stretch] = (),
     blocks: Sequence[tuple[int, int]] = (),
 ) -> list[SpanCall]:
-    """Returns the calls of a slice of rows over their own slots and the keys before all of them.
+    """Return the calls of a slice of rows over their own slots and the keys before all of them.
 
     Args:
         start: the step's row that the slice begins with.

@@ -39,11 +39,11 @@ class Products:
         return self.blocks if isinstance(self.blocks, LinearTilesKernel) else None
 
     def takes(self, rows: int, inputs: int) -> bool:
-        """Returns whether a kernel multiplies so many rows of so many numbers faster than torch does."""
+        """Return whether a kernel multiplies so many rows of so many numbers faster than torch does."""
         return rows <= self.few.most_rows or self._is_block(rows, inputs)
 
     def __call__(self, x: torch.Tensor, by: Product) -> torch.Tensor:
-        """Returns ``x W^T + b``, ``[..., outputs]``, for ``x [..., inputs]``.
+        """Return ``x W^T + b``, ``[..., outputs]``, for ``x [..., inputs]``.
 
         Raises:
             ValueError: other dtypes or devices, weights that do not lie row by row, sizes that do not fit.
@@ -53,7 +53,7 @@ class Products:
         return out
 
     def into(self, x: torch.Tensor, products: Sequence[Product], outs: Sequence[torch.Tensor]) -> None:
-        """Writes the same for some weights to contiguous memory ``[..., outputs]`` for each.
+        """Write the same for some weights to contiguous memory ``[..., outputs]`` for each.
 
         Raises:
             ValueError: as above.
@@ -83,7 +83,7 @@ def _multiply(x: torch.Tensor, by: Product, out: torch.Tensor) -> None:
 
 @functools.cache
 def load(dtype: torch.dtype) -> Products:
-    """Returns the kernels for a dtype.
+    """Return the kernels for a dtype.
 
     Raises:
         KernelUnavailable: there is none; the message says why.

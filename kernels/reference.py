@@ -12,7 +12,7 @@ from mpic.kernels.attention import PLAIN, Extras, Rotation, SpanCall, rotate
 def partial(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends in fp32 with explicit scores; shapes as ``mpic.kernels.attention.Partial``."""
+    """Attend in fp32 with explicit scores; shapes as ``mpic.kernels.attention.Partial``."""
     group = q.shape[1] // k.shape[1]
     k32 = k.float().repeat_interleave(group, 1)
     v32 = v.float().repeat_interleave(group, 1)
@@ -34,8 +34,8 @@ def attend(
     layer: int = 0,
     extras: Extras = PLAIN,
 ) -> torch.Tensor:
-    """Gathers each row's keys over all spans and takes one softmax, so that merging by log-sum-exp is checked too.
-    Returns ``[rows, heads, head_dim]``."""
+    """Gather each row's keys over all spans and take one softmax, so that merging by log-sum-exp is checked too.
+    Return ``[rows, heads, head_dim]``."""
     return attend_lse(q, calls, scale, rotation, layer, extras)[0]
 
 

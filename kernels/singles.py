@@ -42,7 +42,7 @@ class SharedSpan(NamedTuple):
 
 
 def share(calls: Sequence[SpanCall]) -> tuple[list[int], list[SharedSpan]]:
-    """Groups calls of single rows so that slots which several rows map are read once, each row with its own rotation.
+    """Group calls of single rows so that slots which several rows map are read once, each row with its own rotation.
     A row that maps slots twice reads them twice.
 
     Returns:
@@ -94,7 +94,7 @@ class Singles(NamedTuple):
     def of(
         cls, calls: Sequence[SpanCall], partial: Partial, rotations: Rotations, kv_heads: int | None = None
     ) -> Singles:
-        """Builds the tables of a step from the calls of its single rows."""
+        """Build the tables of a step from the calls of its single rows."""
         rows, shared = share(calls)
         batches, stacks = [], []
         partials: list[tuple[int, int]] = []
@@ -127,7 +127,7 @@ class Singles(NamedTuple):
         )
 
     def advance(self) -> Singles:
-        """Returns the same rows one step later, if each has one more own token and nothing else has changed. No table
+        """Return the same rows one step later, if each has one more own token and nothing else has changed. No table
         changes, so nothing is copied to the device."""
         series = tuple(
             [span._replace(hi=span.hi + 1) for span in one] if one[0].grows else one for one in self.series
@@ -171,7 +171,7 @@ class Singles(NamedTuple):
 
 
 def evenly_spaced(shared: Sequence[SharedSpan]) -> list[list[SharedSpan]]:
-    """Groups equal ranges of equal views that have the same number of readers and are evenly spaced in one tensor's
+    """Group equal ranges of equal views that have the same number of readers and are evenly spaced in one tensor's
     memory. Any two such ranges are evenly spaced."""
     kinds: dict[tuple[object, ...], list[SharedSpan]] = {}
     for span in sorted(shared, key=lambda span: span.view.data.storage_offset()):
@@ -195,7 +195,7 @@ def _distance(a: SharedSpan, b: SharedSpan) -> int:
 
 
 def stack(spans: Sequence[SharedSpan]) -> torch.Tensor:
-    """Returns the slots of evenly spaced spans as one tensor over their memory, ``[layers, 2, spans, kv_heads, n,
+    """Return the slots of evenly spaced spans as one tensor over their memory, ``[layers, 2, spans, kv_heads, n,
     head_dim]``."""
     first, data = spans[0], spans[0].view.data
     layers, parts, heads, _, dim = data.shape
@@ -210,7 +210,7 @@ def stack(spans: Sequence[SharedSpan]) -> torch.Tensor:
 
 
 def padded(of_row: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns ``Singles.of_row`` and ``Singles.padding`` of rows with at least one partial each."""
+    """Return ``Singles.of_row`` and ``Singles.padding`` of rows with at least one partial each."""
     width = max(map(len, of_row))
     full = np.array([[*row, *[row[0]] * (width - len(row))] for row in of_row])
     if all(len(row) == width for row in of_row):

@@ -35,5 +35,5 @@ class Span(NamedTuple, Generic[Source]):
         return self.hi - self.lo
 
     def first(self, in_blocks: bool) -> int:
-        """Returns the first own token that sees the span, in layers with or without blocks."""
+        """Return the first own token that sees the span, in layers with or without blocks."""
         return self.row if self.ahead is None or not in_blocks else self.ahead

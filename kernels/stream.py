@@ -129,7 +129,7 @@ class StreamRows:
 
 
 def _listed(shared: Sequence[SharedSpan]) -> Iterator[tuple[SharedSpan, np.ndarray | None]]:
-    """Yields the spans. Many of one chunk, which the same rows read, are yielded once, as the first of them and the
+    """Yield the spans. Many of one chunk, which the same rows read, are yielded once, as the first of them and the
     slots of all, ``[slots]`` int32: a task for every few tokens took longer than reading them (random-15 of 8 chunks of
     576 tokens: 30 ms a token in place of 18, one core, 6 layers with 8 heads of 64)."""
     key = lambda span: (id(span.view), span.readers, span.grows)
@@ -142,7 +142,7 @@ def _listed(shared: Sequence[SharedSpan]) -> Iterator[tuple[SharedSpan, np.ndarr
 
 
 def _sections(span: SharedSpan, slots: np.ndarray | None) -> Iterator[tuple[int, ...]]:
-    """Yields the first and the last columns of a span's sections (``Section`` of stream.c): addresses, strides and the
+    """Yield the first and the last columns of a span's sections (``Section`` of stream.c): addresses, strides and the
     number of tokens; the address of the slots."""
     kv = span.view.data
     to_layer, to_part, to_head, to_slot, _ = kv.stride()
@@ -177,7 +177,7 @@ class StreamKernel:
     def rows(
         self, calls: Sequence[SpanCall], heads: int, rotations: Rotations, kv_heads: int | None = None
     ) -> StreamRows:
-        """Builds the tables of one step.
+        """Build the tables of one step.
 
         Args:
             calls: the calls of the rows that stand alone, one or more per row.
@@ -190,7 +190,7 @@ class StreamKernel:
         return StreamRows(self, calls, heads, rotations, kv_heads)
 
     def check(self, span: SharedSpan, heads: int, part: int | None = None) -> None:
-        """Raises ValueError if the kernel cannot read the span (``part`` heads of it, if given) for this number of
+        """Raise ValueError if the kernel cannot read the span (``part`` heads of it, if given) for this number of
         heads."""
         kv = span.view.data
         _, parts, kv_heads, slots, dim = kv.shape
@@ -206,7 +206,7 @@ class StreamKernel:
 
 @functools.cache
 def load(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> StreamKernel:
-    """Builds the kernel, or takes it from the cache folder, and proves it on a small example.
+    """Build the kernel, or take it from the cache folder, and prove it on a small example.
 
     Args:
         kv_dtype: of keys and values; None: that of the queries.
@@ -223,7 +223,7 @@ def load(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None)
 
 
 def _prove(kernel: StreamKernel) -> None:
-    """Compares the kernel with torch on a small example, so that a miscompiled kernel is found here and not in an
+    """Compare the kernel with torch on a small example, so that a miscompiled kernel is found here and not in an
     answer. Seven heads per key head take every path: tiles of four, two and one.
 
     Raises:

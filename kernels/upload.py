@@ -12,7 +12,7 @@ _ALIGNED = 16
 
 
 def upload(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
-    """Copies tables to the device, with the same shapes and types.
+    """Copy tables to the device, with the same shapes and types.
 
     On CUDA the copy comes from pinned memory, which torch keeps until it is done, so that the host does not wait. On
     the CPU the tables are the arrays.
@@ -35,7 +35,7 @@ def upload(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, 
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copies host memory to the device, without waiting for the copy (``upload``)."""
+    """Copy host memory to the device, without waiting for the copy (``upload``)."""
     if device.type == "cpu" or tensor.device == device:
         return tensor
     buffer = staging(tensor.nbytes, device).view(tensor.dtype).view(tensor.shape)
@@ -43,10 +43,10 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def staging(size: int, device: torch.device) -> torch.Tensor:
-    """Returns host memory of this many bytes, from which the device can copy while the host continues."""
+    """Return host memory of this many bytes, from which the device can copy while the host continues."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 def copied(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a copy of a ``staging`` buffer on the device, which is made when the device gets to it."""
+    """Return a copy of a ``staging`` buffer on the device, which is made when the device gets to it."""
     return buffer.to(device, non_blocking=True)

@@ -27,7 +27,7 @@ class Window(NamedTuple):
     chunked: bool = False
 
     def floor(self, places: np.ndarray) -> np.ndarray:
-        """Returns the first place that each row sees, for rows at ``places [r]`` of the prompt."""
+        """Return the first place that each row sees, for rows at ``places [r]`` of the prompt."""
         if self.chunked:
             return places // self.size * self.size
         return np.maximum(places - self.size + 1, 0)
@@ -45,14 +45,14 @@ class Stretch(NamedTuple):
     places: np.ndarray | int
 
     def skipped(self, floors: np.ndarray) -> np.ndarray:
-        """Returns for each floor how many of the first slots stand before it."""
+        """Return for each floor how many of the first slots stand before it."""
         if isinstance(self.places, int):
             return np.clip(floors - self.places, 0, self.span.tokens)
         return np.searchsorted(self.places, floors)
 
 
 def seen(stretch: Stretch, start: int, floors: np.ndarray, device: torch.device) -> SpanCall | None:
-    """Returns the call of rows ``[start, start + len(floors))``, all of which come after the stretch, or None when they
+    """Return the call of rows ``[start, start + len(floors))``, all of which come after the stretch, or None when they
     see nothing of it. ``floors`` ascend, so the rows that see nothing are the last ones."""
     skipped = stretch.skipped(floors)
     rows = int(np.searchsorted(skipped, stretch.span.tokens))
@@ -69,7 +69,7 @@ def seen(stretch: Stretch, start: int, floors: np.ndarray, device: torch.device)
 def own_calls(
     window: Window, start: int, places: np.ndarray, fresh: Span[KVView], before: Sequence[Stretch]
 ) -> list[SpanCall]:
-    """Returns the calls of a block of rows over their own slots and the keys before all of them.
+    """Return the calls of a block of rows over their own slots and the keys before all of them.
 
     Args:
         start: the step's row that the block begins with.
@@ -91,7 +91,7 @@ def own_calls(
 
 
 def span_calls(window: Window, start: int, places: np.ndarray, stretch: Stretch) -> list[SpanCall]:
-    """Returns the calls of rows ``start`` and on, at ``places``, over a mapped stretch that stands before them."""
+    """Return the calls of rows ``start`` and on, at ``places``, over a mapped stretch that stands before them."""
     device = stretch.span.source.data.device
     floors = window.floor(places)
     tiles = range(0, len(places), window.tile)

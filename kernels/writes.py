@@ -13,7 +13,7 @@ _MOST = torch.finfo(torch.float16).max
 
 
 def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns ``x`` in the dtype that keys and values are kept in. Numbers beyond fp16 become its largest."""
+    """Return ``x`` in the dtype that keys and values are kept in. Numbers beyond fp16 become its largest."""
     if x.dtype is dtype:
         return x
     kept = x.to(dtype)
@@ -55,11 +55,11 @@ class RowWrites:
         self._numbers = self.index.numpy() if self.index.device.type == "cpu" else self.index
 
     def advance(self) -> None:
-        """Moves every row to its next slot."""
+        """Move every row to its next slot."""
         self._numbers += 1  # the memory of ``index``; an operation of torch would take several times as long
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Writes the rows' keys and values of ``k, v [kv_heads, T, head_dim]`` of all rows of a step."""
+        """Write the rows' keys and values of ``k, v [kv_heads, T, head_dim]`` of all rows of a step."""
         both = k[None] if self._parts == 1 else torch.stack([k, v])
         if self.count != k.shape[1]:  # otherwise they are all there are, in order
             both = both.index_select(2, self._rows)

@@ -65,7 +65,7 @@ def run(
     engine: str = "native",
     quantize: str = "",
 ) -> int:
-    """Runs the demo; the result is the process's exit status."""
+    """Run the demo; the result is the process's exit status."""
     flags = ("--engine", engine, *(("--quantize", quantize) if quantize else ()))
     console = console or Console()
     folder = samples or samples_folder(model or DEFAULT)
@@ -105,7 +105,7 @@ def run(
 def _ask_all(
     url: str, keys: Mapping[str, str], questions: Sequence[dict[str, Any]], console: Console
 ) -> list[DemoAnswer]:
-    """Asks the common questions twice, policy by policy, then those over eight images in turn."""
+    """Ask the common questions twice, policy by policy, then those over eight images in turn."""
     asked: list[DemoAnswer] = []
     common = [q for q in questions if q["kind"] != EIGHT_IMAGES]
     for policy, key in keys.items():
@@ -124,19 +124,19 @@ def _ask_all(
 
 
 def make_users(data_dir: Path, policies: Sequence[str]) -> dict[str, str]:
-    """Makes a user for each policy, because caches are never shared by users; returns their API keys by policy."""
+    """Make a user for each policy, because caches are never shared by users; return their API keys by policy."""
     with closing(KeyStore(data_dir)) as store:
         return {policy: store.create(f"user-{number}")[0] for number, policy in enumerate(policies)}
 
 
 def upload_samples(client: MPIC, folder: Path, entries: list[dict[str, Any]]) -> list[File]:
-    """Uploads the manifest's files and waits until each is compiled."""
+    """Upload the manifest's files and wait until each is compiled."""
     made = [client.files.create(folder / entry["path"], entry["handle"]) for entry in entries]
     return [client.files.wait(file.id) for file in made]
 
 
 def ask(client: MPIC, question: dict[str, Any], policy: str, turn: str) -> DemoAnswer:
-    """Asks one question under one policy."""
+    """Ask one question under one policy."""
     answer = client.chat.completions.create(
         question["messages"], policy=policy, max_tokens=question.get("max_tokens", 32)
     )
@@ -159,13 +159,13 @@ def ask(client: MPIC, question: dict[str, Any], policy: str, turn: str) -> DemoA
 
 
 def same(answer: str, expected: str) -> bool:
-    """Returns whether two answers are equal except for case, surrounding space and a full stop."""
+    """Return whether two answers are equal except for case, surrounding space and a full stop."""
     return answer.strip().rstrip(".").casefold() == expected.strip().rstrip(".").casefold()
 
 
 @contextmanager
 def running_server(data_dir: Path, model: str | None = None, *flags: str) -> Iterator[tuple[str, float]]:
-    """Runs ``mpic serve`` with a small pool; yields its URL and the seconds it took to start. Raises StartFailed, see
+    """Run ``mpic serve`` with a small pool; yield its URL and the seconds it took to start. Raise StartFailed, see
     ``server_process``."""
     options = ["--log-level", "warning", "--pool-bytes", str(POOL_BYTES)]
     options += [*(["--model", model] if model else []), *flags]
@@ -176,7 +176,7 @@ def running_server(data_dir: Path, model: str | None = None, *flags: str) -> Ite
 
 @contextmanager
 def server_process(data_dir: Path, *flags: str) -> Iterator[ServerProcess]:
-    """Runs ``mpic serve`` as a process of its own on a free port, and ends it.
+    """Run ``mpic serve`` as a process of its own on a free port, and end it.
 
     Args:
         data_dir: an existing folder.

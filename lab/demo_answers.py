@@ -56,7 +56,7 @@ class Headline:
 
 
 def headline_of(asked: Sequence[DemoAnswer]) -> Headline | None:
-    """Returns the headline; None where one of its two policies or its questions were not asked."""
+    """Return the headline; None where one of its two policies or its questions were not asked."""
     ratios = ratios_to(asked, MUST_BE_RIGHT)
     if not ratios:
         return None
@@ -69,12 +69,12 @@ def headline_of(asked: Sequence[DemoAnswer]) -> Headline | None:
 
 
 def ratios_to(asked: Iterable[DemoAnswer], policy: str) -> list[float]:
-    """Returns the speed-up of the first token against ``prefix``, one ratio for each question over eight images."""
+    """Return the speed-up of the first token against ``prefix``, one ratio for each question over eight images."""
     times = {(a.policy, a.question): a.ttft_ms for a in asked if a.turn == WARM}
     return [times[BASELINE, q] / ms for (p, q), ms in times.items() if p == policy and (BASELINE, q) in times]
 
 
 def right_of(asked: Iterable[DemoAnswer], policy: str) -> set[str]:
-    """Returns the questions that a policy answered correctly each time."""
+    """Return the questions that a policy answered correctly each time."""
     mine = [answer for answer in asked if answer.policy == policy]
     return {answer.question for answer in mine} - {answer.question for answer in mine if not answer.right}

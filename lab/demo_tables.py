@@ -44,7 +44,7 @@ def show(
     policies: Sequence[str],
     headline: Headline | None,
 ) -> None:
-    """Prints the answers to the questions that were asked twice, totals, and the headline."""
+    """Print the answers to the questions that were asked twice, totals, and the headline."""
     common = [answer for answer in asked if answer.turn in PASSES]
     for part in _answers(questions, common, policies):
         console.print(part, highlight=False)
@@ -78,7 +78,7 @@ def uploads(uploaded: list[File]) -> Table:
 
 
 def _text(messages: list[dict[str, Any]]) -> str:
-    """Returns the conversation as a person would read it."""
+    """Return the conversation as a person would read it."""
     return " → ".join(_content_text(m["content"]) for m in messages)
 
 
@@ -91,7 +91,7 @@ def _content_text(content: str | list[dict[str, Any]]) -> str:
 def _answers(
     questions: list[dict[str, Any]], asked: list[DemoAnswer], policies: Sequence[str]
 ) -> Iterator[Any]:
-    """Yields the policies' answers question by question."""
+    """Yield the policies' answers question by question."""
     for number, question in enumerate(questions, 1):
         text = f"\n[bold]{number}. {question['id']}[/]: {escape(_text(question['messages']))}"
         yield f"{text}\n[dim]expected:[/] {escape(question['expected'])}"

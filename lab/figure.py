@@ -8,7 +8,7 @@ from typing import Any
 
 
 def save_png(path: Path, draw: Callable[[Any], None], size: tuple[float, float], dpi: int = 90) -> Path:
-    """Draws into a matplotlib figure and writes it as PNG, without a display.
+    """Draw into a matplotlib figure and write it as PNG, without a display.
 
     Args:
         size: width and height in inches.

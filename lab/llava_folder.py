@@ -23,7 +23,7 @@ def save_folder(
     dtype: torch.dtype,
     **pixels: Any,
 ) -> None:
-    """Saves a model, under weight names that transformers and vLLM both load, with its processor and template.
+    """Save a model, under weight names that transformers and vLLM both load, with its processor and template.
 
     Args:
         pixels: options of the image processor.
@@ -58,7 +58,7 @@ def save_folder(
 
 
 def published_name(name: str) -> str:
-    """Returns the on-disk weight name: the published LLaVA layout, which both loaders map."""
+    """Return the on-disk weight name: the published LLaVA layout, which both loaders map."""
     name = name.removeprefix("model.") if not name.startswith("lm_head") else name
     if name.startswith("language_model."):
         return "language_model.model." + name.removeprefix("language_model.")

@@ -44,14 +44,14 @@ class DenseCache:
     scaling: float = 1.0
 
     def place(self, layer: int, where: slice | torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Writes ``[kv_heads, n, head_dim]`` of a layer; the rest of the cache is NaN until it is written."""
+        """Write ``[kv_heads, n, head_dim]`` of a layer; the rest of the cache is NaN until it is written."""
         for held, new in ((self.keys, key), (self.values, value)):
             if layer not in held:
                 held[layer] = torch.full((new.shape[0], self.length, new.shape[2]), float("nan"))
             held[layer][:, where] = new
 
     def remove(self, layer: int, start: int, n: int, kept: torch.Tensor) -> None:
-        """Hides the tokens of ``[start, start + n)`` that are not in ``kept [kv_heads, any]``, which counts from
+        """Hide the tokens of ``[start, start + n)`` that are not in ``kept [kv_heads, any]``, which counts from
         start."""
         removed = self.removed.setdefault(layer, torch.zeros(len(kept), self.length, dtype=torch.bool))
         removed[:, start : start + n] = True
@@ -100,7 +100,7 @@ class TokenTypes(NamedTuple):
     generated: int
 
     def of(self, kinds: Sequence[int], generated: int = 0) -> dict[str, torch.Tensor]:
-        """Returns the argument for a prompt's tokens (1: part of an image) and ``generated`` more."""
+        """Return the argument for a prompt's tokens (1: part of an image) and ``generated`` more."""
         types = [self.image if kind else self.text for kind in kinds]
         return {self.name: torch.tensor([types + [self.generated] * generated])}
 
@@ -138,7 +138,7 @@ class StockOracle:
 
     @contextmanager
     def _beside(self, extra: dict[str, Any]) -> Iterator[None]:
-        """Passes the text model its inputs other than embeddings."""
+        """Pass the text model its inputs other than embeddings."""
         handle = self.text.register_forward_pre_hook(
             lambda module, args, kwargs: (args, {**kwargs, **extra}), with_kwargs=True
         )
@@ -155,7 +155,7 @@ class StockOracle:
         kinds: Sequence[int] = (),
         generated: int = 0,
     ) -> torch.Tensor:
-        """Runs the model over rows and returns logits ``[rows, vocabulary]``. ``kinds`` says for each token of the
+        """Run the model over rows and return logits ``[rows, vocabulary]``. ``kinds`` says for each token of the
         prompt whether it belongs to an image; ``generated`` more follow."""
         global _cache
         _cache = self.cache = cache
@@ -188,7 +188,7 @@ class StockOracle:
 
     @torch.no_grad()
     def compile(self, inputs: ChunkInputs, sink: int, bos: int, base: int | None = None) -> Layers:
-        """Returns the KV of a chunk that is compiled alone behind ``sink`` tokens, which are dropped; its first token
+        """Return the KV of a chunk that is compiled alone behind ``sink`` tokens, which are dropped; its first token
         has position ``base`` (``sink`` if it is not given)."""
         n, base = len(inputs), sink if base is None else base
         ids = torch.cat([torch.full((sink,), bos), inputs.token_ids])
@@ -206,7 +206,7 @@ class StockOracle:
     # ---- whole prompts
 
     def _layout(self, prompt: Prompt, inputs: Sequence[ChunkInputs]):
-        """Returns the rows of the whole prompt: ids, embeds, positions, deepstack marks, features, chunks (start, base,
+        """Return the rows of the whole prompt: ids, embed, positions, deepstack marks, features, chunks (start, base,
         inputs)."""
         ids, embeds, positions, marks, features, places = [], [], [], [], [], []
         start = base = 0
@@ -246,7 +246,7 @@ class StockOracle:
         bos: int = 1,
         kept: Sequence[Sequence[torch.Tensor]] = (),
     ) -> tuple[list[int], torch.Tensor]:
-        """Returns the greedy answer and the logits of every answered position, given the chunk tokens to recompute.
+        """Return the greedy answer and the logits of every answered position, given the chunk tokens to recompute.
 
         Args:
             kept: for each chunk and layer the tokens that a press has kept, ``[kv_heads, slots]``; empty where no chunk
@@ -290,7 +290,7 @@ class StockOracle:
 
     @torch.no_grad()
     def deviations(self, prompt: Prompt, inputs: Sequence[ChunkInputs], layer: int) -> list[torch.Tensor]:
-        """Returns for every chunk, ``[tokens]``, the squared distance of a token's key and value in a full prefill from
+        """Return for every chunk, ``[tokens]``, the squared distance of a token's key and value in a full prefill from
         those in its chunk, compiled alone at its place, at one layer."""
         ids, embeds, positions, marks, deepstack, places, _ = self._layout(prompt, inputs)
         compiled = [self.compile(chunk, 0, 0, base)[layer] for _, base, chunk in places]
@@ -306,7 +306,7 @@ class StockOracle:
 
 
 def kinds_of(prompt: Prompt, inputs: Sequence[ChunkInputs]) -> list[int]:
-    """Returns for each token of a prompt whether it belongs to an image."""
+    """Return for each token of a prompt whether it belongs to an image."""
     kinds: list[int] = []
     following = iter(inputs)
     for segment in prompt.segments:

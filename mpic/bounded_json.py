@@ -81,7 +81,7 @@ class Long(NamedTuple):
 
 
 def read(body: bytes | bytearray, bounds: Bounds) -> Any:
-    """Parses a JSON text.
+    """Parse a JSON text.
 
     Raises:
         TooMuch: it exceeds a bound.
@@ -104,7 +104,7 @@ def read(body: bytes | bytearray, bounds: Bounds) -> Any:
 
 
 def count(value: Any) -> int:
-    """Returns the number of values of a parsed text, as ``Bounds.values`` counts them."""
+    """Return the number of values of a parsed text, as ``Bounds.values`` counts them."""
     values, waiting = 1, [value]
     while waiting:
         node = waiting.pop()
@@ -115,7 +115,7 @@ def count(value: Any) -> int:
 
 
 def is_finite(value: Any) -> bool:
-    """Returns whether a parsed text holds none of the numbers that Python reads but JSON does not have: ``NaN``,
+    """Return whether a parsed text holds none of the numbers that Python reads but JSON does not have: ``NaN``,
     ``Infinity``, and those that are too large."""
     waiting = [value]
     while waiting:
@@ -128,7 +128,7 @@ def is_finite(value: Any) -> bool:
 
 
 def _is_surely_within(body: bytes | bytearray, bounds: Bounds) -> bool:
-    """Returns whether a text is within the bounds even if all of its bytes count, whether in a string or not."""
+    """Return whether a text is within the bounds even if all of its bytes count, whether in a string or not."""
     opens = body.count(b"[") + body.count(b"{")
     return (
         opens <= bounds.depth
@@ -153,7 +153,7 @@ class _Scan:
         self._open = -1  # the quote that began a string which has not ended yet
 
     def run(self) -> None:
-        """Raises TooMuch."""
+        """Raise TooMuch."""
         at = 0
         while at < len(self.body):
             checkpoint()
@@ -185,7 +185,7 @@ class _Scan:
         self._strings(np.flatnonzero(quotes) + at)
 
     def _strings(self, quotes: np.ndarray) -> None:
-        """Counts the strings that end at the next quotes."""
+        """Count the strings that end at the next quotes."""
         if self._open >= 0:
             quotes = np.concatenate(([self._open], quotes))
         self._open = int(quotes[-1]) if len(quotes) % 2 else -1
@@ -215,7 +215,7 @@ class _Scan:
 
 
 def _without_long_strings(body: bytes | bytearray, long: list[Long]) -> tuple[str, dict[str, str]]:
-    """Returns the text with names in place of its long strings, and the strings by name."""
+    """Return the text with names in place of its long strings, and the strings by name."""
     nonce = secrets.token_hex(16)
     parts: list[str] = []
     strings: dict[str, str] = {}
@@ -230,7 +230,7 @@ def _without_long_strings(body: bytes | bytearray, long: list[Long]) -> tuple[st
 
 
 def _string(body: bytes | bytearray, start: int, end: int) -> str:
-    """Decodes the string between two quotes."""
+    """Decode the string between two quotes."""
     pieces = []
     while start < end:
         checkpoint()
@@ -243,7 +243,7 @@ def _string(body: bytes | bytearray, start: int, end: int) -> str:
 
 
 def _cut(body: bytes | bytearray, start: int, end: int) -> int:
-    """Returns a place about ``SLICE`` after ``start`` that cuts no character, escape or pair of escapes."""
+    """Return a place about ``SLICE`` after ``start`` that cuts no character, escape or pair of escapes."""
     at = start + SLICE
     if at >= end:
         return end
@@ -259,7 +259,7 @@ def _cut(body: bytes | bytearray, start: int, end: int) -> int:
 
 
 def _escapes(body: bytes | bytearray, start: int, at: int) -> bool:
-    """Returns whether a backslash begins an escape; one that is itself escaped does not."""
+    """Return whether a backslash begins an escape; one that is itself escaped does not."""
     before = bytes(body[start : at + 1])
     return (len(before) - len(before.rstrip(b"\\"))) % 2 == 1
 
@@ -282,7 +282,7 @@ def _in_utf8(body: bytes | bytearray, encoding: str) -> bytearray:
 
 
 def _put_back(value: Any, strings: Mapping[str, str], check: bool) -> Any:
-    """Puts strings back in place of their names, also in keys of objects; ``check`` refuses half pairs in all
+    """Put strings back in place of their names, also in keys of objects; ``check`` refuses half pairs in all
     strings."""
     holder = [value]
     waiting: list[Any] = [holder]

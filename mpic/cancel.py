@@ -21,7 +21,7 @@ class Cancelled(Exception):
 
 @contextmanager
 def until(signal: threading.Event) -> Iterator[None]:
-    """Makes ``checkpoint`` raise inside the block as soon as ``signal`` is set."""
+    """Make ``checkpoint`` raise inside the block as soon as ``signal`` is set."""
     token = _signal.set(signal)
     try:
         yield
@@ -30,7 +30,7 @@ def until(signal: threading.Event) -> Iterator[None]:
 
 
 def checkpoint() -> None:
-    """Raises Cancelled if the work that calls it is to end. Without ``until`` it does nothing."""
+    """Raise Cancelled if the work that calls it is to end. Without ``until`` it does nothing."""
     signal = _signal.get()
     if signal is not None and signal.is_set():
         raise Cancelled

@@ -11,7 +11,7 @@ OWN = Path("/proc/self/cgroup")
 
 
 def available() -> float:
-    """Returns the bytes that the groups of this process may still take, infinity without limits.
+    """Return the bytes that the groups of this process may still take, infinity without limits.
 
     Cached pages of files that nobody uses count as free, because the kernel drops them when it needs memory.
     """
@@ -19,7 +19,7 @@ def available() -> float:
 
 
 def _groups() -> list[Path]:
-    """Returns the folders of the process's group and of those around it: every one of them may have a limit."""
+    """Return the folders of the process's group and of those around it: every one of them may have a limit."""
     try:
         lines = OWN.read_text().splitlines()
     except OSError:

@@ -47,12 +47,12 @@ ROOT_PATH = re.compile(
 
 
 def bundled_model() -> str:
-    """Returns the folder of the demo model that comes with the package (``mpic.data``)."""
+    """Return the folder of the demo model that comes with the package (``mpic.data``)."""
     return str(files("mpic.data") / "models" / DEFAULT)
 
 
 def default_data_dir() -> str:
-    """Returns the folder below the user's home in which a server keeps its library. Raises ConfigError: there is no
+    """Return the folder below the user's home in which a server keeps its library. Raise ConfigError: there is no
     home."""
     none = ConfigError("there is no home folder (HOME): give a folder as --data-dir", param="data_dir")
     try:
@@ -211,13 +211,13 @@ class LibraryConfig(StorageLimits):
     remote_seconds: float = 10.0
 
     def limits(self) -> Limits:
-        """Returns the library's limits; limits that are not in the configuration have their defaults."""
+        """Return the library's limits; limit that are not in the configuration have their defaults."""
         from mpic.library import Limits
 
         return Limits(**{name: value for name, value in vars(self).items() if name not in NOT_LIMITS})
 
     def objects(self) -> Objects | None:
-        """Returns the objects of the remote store; None if there is none. Nothing is sent yet.
+        """Return the objects of the remote store; None if there is none. Nothing is sent yet.
 
         Raises:
             ConfigError: ``remote`` is not the URL of a store that can be used, or obstore is not installed.
@@ -227,7 +227,7 @@ class LibraryConfig(StorageLimits):
         return Objects.at(self.remote, self.remote_seconds) if self.remote else None
 
     def remote_tiers(self) -> list[RemoteTier]:
-        """Returns the tiers beyond the disk. Raises ConfigError: see ``objects``."""
+        """Return the tiers beyond the disk. Raise ConfigError: see ``objects``."""
         from mpic.library.store import RemoteTier
 
         objects = self.objects()
@@ -235,7 +235,7 @@ class LibraryConfig(StorageLimits):
 
 
 def bundled_embedder() -> str:
-    """Returns the folder of the demo CLIP that comes with the package."""
+    """Return the folder of the demo CLIP that comes with the package."""
     return str(files("mpic.data") / "models" / "clip")
 
 
@@ -302,7 +302,7 @@ SECTIONS = {
 
 
 def load_config(path: str | Path | None = None, flags: Mapping[str, Any] | None = None) -> Config:
-    """Reads the TOML at ``path``, if given, and lets ``flags`` override it.
+    """Read the TOML at ``path``, if given, and let ``flags`` override it.
 
     Args:
         flags: name -> value; names are unique over all sections, None means not given.
@@ -338,7 +338,7 @@ AT_LEAST |= {"max_body_bytes": 1, "max_body_values": 1}
 
 
 def check_server(config: ServerConfig) -> None:
-    """Refuses values of the [server] section that cannot work. Raises ConfigError."""
+    """Refuse values of the [server] section that cannot work. Raise ConfigError."""
     if config.port > 65535:
         raise ConfigError(f"[server] port must be at most 65535, not {config.port}", param="port")
     if config.log_level not in LOG_LEVELS:
@@ -357,7 +357,7 @@ def check_server(config: ServerConfig) -> None:
 
 
 def origins(config: ServerConfig) -> list[str]:
-    """Returns the origins in ``cors_origins``. Raises ConfigError."""
+    """Return the origins in ``cors_origins``. Raise ConfigError."""
     found = [origin.strip().rstrip("/") for origin in config.cors_origins.split(",") if origin.strip()]
     for origin in found:
         if origin != "*" and not ORIGIN.fullmatch(origin):
@@ -369,7 +369,7 @@ def origins(config: ServerConfig) -> list[str]:
 
 
 def proxies(config: ServerConfig) -> list[IPv4Network | IPv6Network]:
-    """Returns the networks in ``trusted_proxies``; an address is a network by itself. Raises ConfigError."""
+    """Return the networks in ``trusted_proxies``; an address is a network by itself. Raise ConfigError."""
     try:
         return [ip_network(name.strip()) for name in config.trusted_proxies.split(",") if name.strip()]
     except ValueError as exc:
@@ -380,7 +380,7 @@ def proxies(config: ServerConfig) -> list[IPv4Network | IPv6Network]:
 
 
 def check_remote(config: LibraryConfig) -> None:
-    """Refuses a remote store that cannot be meant. Raises ConfigError."""
+    """Refuse a remote store that cannot be meant. Raise ConfigError."""
     if config.remote and not REMOTE.match(config.remote):
         raise ConfigError(
             f"[library] remote must be a URL such as s3://bucket/prefix or file:///mnt/shared, not {config.remote!r}",
@@ -391,7 +391,7 @@ def check_remote(config: LibraryConfig) -> None:
 
 
 def check_engine(config: EngineConfig) -> None:
-    """Refuses an unknown engine, and settings that only the other engine supports.
+    """Refuse an unknown engine, and settings that only the other engine supports.
 
     Raises:
         ConfigError: names the key.
@@ -429,7 +429,7 @@ def check_engine(config: EngineConfig) -> None:
 
 
 def _check_press(config: EngineConfig) -> None:
-    """Raises ConfigError when there is no such press, or it cannot be combined with the engine or the policy."""
+    """Raise ConfigError when there is no such press, or it cannot be combined with the engine or the policy."""
     try:
         press, policy = parse_press(config.press), named_policy(config.policy)
         if policy is not None:

@@ -18,7 +18,7 @@ class ConfigError(BadRequest):
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Returns the content of a TOML file. Raises ConfigError."""
+    """Return the content of a TOML file. Raise ConfigError."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -28,7 +28,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def build(section: str, cls: type, values: Mapping[str, Any]) -> Any:
-    """Returns a section with these values; those that are not given have their defaults.
+    """Return a section with these values; those that are not given have their defaults.
 
     Args:
         section: its name, for messages.
@@ -59,5 +59,5 @@ def build(section: str, cls: type, values: Mapping[str, Any]) -> Any:
 
 
 def listed(names: Iterable[Any]) -> str:
-    """Returns names as a message lists them."""
+    """Return names as a message lists them."""
     return ", ".join(names)

@@ -28,7 +28,7 @@ FAILED = frozenset(
 
 @contextmanager
 def translated(name: str, advice: str = "") -> Iterator[None]:
-    """Translates SQLite's errors about the disk and about other processes inside the block to those of ``mpic.errors``.
+    """Translate SQLite's errors about the disk and about other processes inside the block to those of ``mpic.errors``.
     An error that only a mistake in a statement can cause (a constraint, for example) stays as it is.
 
     Args:
@@ -51,7 +51,7 @@ def translated(name: str, advice: str = "") -> Iterator[None]:
 
 
 def translation(error: sqlite3.Error, name: str, advice: str = "") -> MPICError | None:
-    """Returns the error of ``mpic.errors`` for one of SQLite's, or None; see ``translated``."""
+    """Return the error of ``mpic.errors`` for one of SQLite's, or None; see ``translated``."""
     code = getattr(error, "sqlite_errorcode", None)
     if code is None:  # Python's module itself raises it: a closed connection, a wrong number of values
         return None

@@ -37,18 +37,18 @@ class FileSystem:
         self._folders = threading.Lock()
 
     def create(self, path: Path) -> int:
-        """Creates a file for writing, readable by its owner only; fails if it exists. Returns its descriptor."""
+        """Create a file for writing, readable by its owner only; fail if it exists. Return its descriptor."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
     def write(self, fd: int, data: memoryview) -> int:
-        """Writes data; returns the number of bytes written, which may be fewer."""
+        """Write data; return the number of bytes written, which may be fewer."""
         return os.write(fd, data)
 
     def sync(self, fd: int) -> None:
         os.fsync(fd)
 
     def open(self, path: Path) -> int:
-        """Opens a file for reading. Never waits: a pipe in its place would keep the thread until somebody writes to it;
+        """Open a file for reading. Never waits: a pipe in its place would keep the thread until somebody writes to it;
         and follows no symbolic link, since no library writes one.
 
         Raises:
@@ -70,14 +70,14 @@ class FileSystem:
         return os.fstat(fd).st_size
 
     def names(self, path: Path, fd: int) -> bool:
-        """Returns whether this path is the name of an open file now; False also when that cannot be told."""
+        """Return whether this path is the name of an open file now; False also when that cannot be told."""
         try:
             return os.path.samestat(os.stat(path), os.fstat(fd))
         except OSError:
             return False
 
     def read(self, fd: int, into: memoryview, offset: int) -> int:
-        """Reads straight into ``into`` without moving the file position; returns the number of bytes, 0 at the end."""
+        """Read straight into ``into`` without moving the file position; return the number of bytes, 0 at the end."""
         if hasattr(os, "preadv"):
             return os.preadv(fd, [into], offset)
         data = os.pread(fd, len(into), offset)
@@ -85,7 +85,7 @@ class FileSystem:
         return len(data)
 
     def read_ahead(self, path: Path) -> None:
-        """Asks the system to begin reading a whole file into its cache, and does not wait for it. A file that cannot
+        """Ask the system to begin reading a whole file into its cache, and do not wait for it. A file that cannot
         be opened is left alone: reading it will report why."""
         if not hasattr(os, "posix_fadvise"):
             return
@@ -103,19 +103,19 @@ class FileSystem:
         os.replace(source, target)
 
     def remove(self, path: Path) -> None:
-        """Removes a file, if it is there."""
+        """Remove a file, if it is there."""
         with suppress(FileNotFoundError):
             os.unlink(path)
 
     def try_remove(self, path: Path) -> bool:
-        """Removes a file, if it is there; returns False, and leaves it to the next start, if that fails."""
+        """Remove a file, if it is there; return False, and leave it to the next start, if that fails."""
         with suppress(OSError):
             self.remove(path)
             return True
         return False
 
     def make_folder(self, folder: Path) -> None:
-        """Creates a folder and its parents, private to the owner, and makes their names durable."""
+        """Create a folder and its parents, private to the owner, and make their names durable."""
         with self._folders:
             missing = [f for f in (folder, *folder.parents) if not f.is_dir()]
             for new in reversed(missing):
@@ -126,7 +126,7 @@ class FileSystem:
         os.mkdir(folder, 0o700)
 
     def database(self, path: Path, create: bool = False) -> sqlite3.Connection:
-        """Connects to an SQLite database, which makes its own files durable. No transaction begins by itself. Any
+        """Connect to an SQLite database, which makes its own files durable. No transaction begins by itself. Any
         thread may use the connection, one at a time.
 
         Args:
@@ -152,7 +152,7 @@ class FileSystem:
 
 
 def _hide(database: Path) -> None:
-    """Lets only the owner read a database's files."""
+    """Let only the owner read a database's files."""
     for name in (database, f"{database}-wal", f"{database}-shm"):
         try:
             os.chmod(name, 0o600)
@@ -163,13 +163,13 @@ def _hide(database: Path) -> None:
 
 
 def write_all(files: FileSystem, fd: int, data: memoryview) -> None:
-    """Writes all bytes, with as many system calls as it takes."""
+    """Write all bytes, with as many system calls as it takes."""
     while data:
         data = data[files.write(fd, data) :]
 
 
 def read_all(files: FileSystem, fd: int, into: memoryview, offset: int) -> int:
-    """Reads until ``into`` is full or the file ends; returns the number of bytes read."""
+    """Read until ``into`` is full or the file ends; return the number of bytes read."""
     done = 0
     while done < len(into):
         n = files.read(fd, into[done:], offset + done)
@@ -180,7 +180,7 @@ def read_all(files: FileSystem, fd: int, into: memoryview, offset: int) -> int:
 
 
 def read_small(path: Path, most: int) -> bytes:
-    """Returns the content of a small file. Neither waits for a pipe that has its name nor reads a device without end.
+    """Return the content of a small file. Neither waits for a pipe that has its name nor reads a device without end.
 
     Args:
         most: bytes that it may have.
@@ -198,17 +198,17 @@ def read_small(path: Path, most: int) -> bytes:
 
 
 def temporary_name(path: Path) -> Path:
-    """Returns a new temporary name beside ``path``."""
+    """Return a new temporary name beside ``path``."""
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}{TEMPORARY}")
 
 
 def publish(files: FileSystem, temporary: Path, path: Path) -> None:
-    """Gives a synced temporary file its final name, durably; see ``publish_all``."""
+    """Give a synced temporary file its final name, durably; see ``publish_all``."""
     publish_all(files, [(temporary, path)])
 
 
 def publish_all(files: FileSystem, names: Sequence[tuple[Path, Path]]) -> None:
-    """Gives synced temporary files their final names, all in one folder, durably and in this order. On failure no new
+    """Give synced temporary files their final names, all in one folder, durably and in this order. On failure no new
     name is left behind; a file that was there before is unchanged unless its successor had taken its name."""
     folder, given = names[-1][1].parent, []
     try:
@@ -224,7 +224,7 @@ def publish_all(files: FileSystem, names: Sequence[tuple[Path, Path]]) -> None:
 
 
 def write_durably(files: FileSystem, path: Path, parts: Iterable[memoryview]) -> None:
-    """Writes ``parts`` to ``path`` so that after a crash the file is complete or not there.
+    """Write ``parts`` to ``path`` so that after a crash the file is complete or not there.
 
     Raises:
         StorageFull: the disk is full; nothing is left behind, and a file that was there before is unchanged.
@@ -247,7 +247,7 @@ def write_durably(files: FileSystem, path: Path, parts: Iterable[memoryview]) ->
 
 
 def storage_error(error: BaseException, path: Path) -> BaseException:
-    """Returns StorageFull for an error of a full disk, and any other error as it is."""
+    """Return StorageFull for an error of a full disk, and any other error as it is."""
     if isinstance(error, OSError) and error.errno in FULL:
         return StorageFull(f"the disk that holds {path.parent.name}/ is full; nothing was stored")
     return error

@@ -17,7 +17,7 @@ MESSAGE, FACT = 2000, 512
 
 
 def cut(text: str, most: int = QUOTED) -> str:
-    """Returns a text, or its beginning and an ellipsis if it is longer than ``most`` characters."""
+    """Return a text, or its beginning and an ellipsis if it is longer than ``most`` characters."""
     return text if len(text) <= most else f"{text[:most]}…"
 
 
@@ -40,7 +40,7 @@ class MPICError(Exception):
         self.details = {k: cut(v, FACT) if isinstance(v, str) else v for k, v in details.items()}
 
     def body(self) -> dict[str, Any]:
-        """Returns the error body in OpenAI's shape: ``{"error": {message, type, param, code, details}}``."""
+        """Return the error body in OpenAI's shape: ``{"error": {message, type, param, code, details}}``."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         if self.details:

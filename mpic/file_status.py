@@ -12,7 +12,7 @@ from stat import S_ISDIR, S_ISREG
 
 
 def status_of(path: str | Path) -> os.stat_result | None:
-    """Returns the status of what a path leads to, over symbolic links; None if there is nothing.
+    """Return the status of what a path leads to, over symbolic links; None if there is nothing.
 
     Raises:
         OSError: it cannot be looked at.
@@ -26,13 +26,13 @@ def status_of(path: str | Path) -> os.stat_result | None:
 
 
 def is_folder(path: str | Path) -> bool:
-    """Returns whether a path leads to a folder. Raises OSError: it cannot be looked at."""
+    """Return whether a path leads to a folder. Raise OSError: it cannot be looked at."""
     found = status_of(path)
     return found is not None and S_ISDIR(found.st_mode)
 
 
 def is_file(path: str | Path) -> bool:
-    """Returns whether a path leads to a regular file. Raises OSError: it cannot be looked at."""
+    """Return whether a path leads to a regular file. Raise OSError: it cannot be looked at."""
     found = status_of(path)
     return found is not None and S_ISREG(found.st_mode)
 

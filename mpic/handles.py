@@ -16,7 +16,7 @@ RUN = re.compile(r"[\w.\-]+")
 
 
 def canonical(name: str) -> str:
-    """Returns the form in which a handle is kept and compared: composed (NFC), with letters beyond ASCII in title case.
+    """Return the form in which a handle is kept and compared: composed (NFC), with letters beyond ASCII in title case.
     ASCII letters stay as they are: whatever compares handles ignores their case."""
     if name.isascii():
         return name
@@ -25,18 +25,18 @@ def canonical(name: str) -> str:
 
 
 def folded(name: str) -> str:
-    """Returns a text that is the same for all spellings of a handle."""
+    """Return a text that is the same for all spellings of a handle."""
     return canonical(name).casefold()
 
 
 def is_handle(name: str) -> bool:
-    """Returns whether a canonical name can be a handle: letters, digits and marks of any script, ``_``, ``.`` and
+    """Return whether a canonical name can be a handle: letters, digits and marks of any script, ``_``, ``.`` and
     ``-``, one letter or digit at least."""
     return len(name) <= LONGEST and end_of_name(name, 0) == len(name) and any(map(str.isalnum, name))
 
 
 def end_of_name(text: str, start: int) -> int:
-    """Returns where the longest name ends that begins at a place of a text: there, if none does."""
+    """Return where the longest name ends that begins at a place of a text: there, if none does."""
     end = start
     while True:
         if run := RUN.match(text, end):
@@ -48,7 +48,7 @@ def end_of_name(text: str, start: int) -> int:
 
 
 def without_pages(name: str) -> tuple[str, tuple[int, int] | None]:
-    """Returns a name without the pages behind it, and the first and last of these, or None."""
+    """Return a name without the pages behind it, and the first and last of these, or None."""
     if not name.endswith("]") or (found := PAGES.fullmatch(name, max(0, name.rfind("[")))) is None:
         return name, None
     first = int(found[1])
@@ -56,7 +56,7 @@ def without_pages(name: str) -> tuple[str, tuple[int, int] | None]:
 
 
 def of_file(filename: str) -> str:
-    """Returns a handle made of a file's name: its stem in capitals, with ``_`` in place of what handles cannot hold. A
+    """Return a handle made of a file's name: its stem in capitals, with ``_`` in place of what handles cannot hold. A
     stem without letters and digits gives the numbers of its characters, behind IMAGE or FILE."""
     stem = PurePath(filename).stem
     name = "".join(c.upper() if c.isascii() else c for c in canonical(stem))

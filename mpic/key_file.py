@@ -59,7 +59,7 @@ class KeyFile:
 
     @contextmanager
     def reading(self, removed: bool = False) -> Iterator[sqlite3.Connection]:
-        """Yields the connection for reading, to the file that has the name.
+        """Yield the connection for reading, to the file that has the name.
 
         Args:
             removed: if there is none, yield that to the file that was open.
@@ -75,7 +75,7 @@ class KeyFile:
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """Yields the connection for writing, to the file that has the name. Raises DatabaseFailed: there is none."""
+        """Yield the connection for writing, to the file that has the name. Raise DatabaseFailed: there is none."""
         self._follow(self._identity())
         with self._writing, self._translated():
             yield self._writer
@@ -86,12 +86,12 @@ class KeyFile:
             self._writer.close()
 
     def _connect(self, mode: Literal["rw", "rwc"], timeout: float) -> sqlite3.Connection:
-        """Opens the file; ``rwc`` makes it if there is none."""
+        """Open the file; ``rwc`` makes it if there is none."""
         uri = f"{self.path.absolute().as_uri()}?mode={mode}"
         return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=timeout)
 
     def _open(self, timeout: float) -> None:
-        """Opens the connections, waiting ``timeout`` seconds at most for a process that has the file locked."""
+        """Open the connections, waiting ``timeout`` seconds at most for a process that has the file locked."""
         self._writer, self._reader = self._connect("rw", timeout), self._connect("rw", timeout)
         try:
             self.path.chmod(0o600)
@@ -111,7 +111,7 @@ class KeyFile:
             db.execute(f"PRAGMA busy_timeout = {round(self._patience * 1000)}")
 
     def _identity(self) -> tuple[int, int] | None:
-        """Returns what tells the file that has the store's name from others; None if there is none. An empty one is
+        """Return what tells the file that has the store's name from others; None if there is none. An empty one is
         none: it is being copied."""
         try:
             status = os.stat(self.path)
@@ -120,7 +120,7 @@ class KeyFile:
         return (status.st_dev, status.st_ino) if status.st_size else None
 
     def _follow(self, found: tuple[int, int] | None) -> None:
-        """Opens the file that has the store's name if it is not the one that is open.
+        """Open the file that has the store's name if it is not the one that is open.
 
         Args:
             found: its identity.
@@ -151,7 +151,7 @@ class KeyFile:
             log.warning("%s was replaced: the keys in it count from now on", self.path)
 
     def _empty_log(self) -> None:
-        """Moves what is in the log of a replaced file into that file: SQLite would read it into the new one.
+        """Move what is in the log of a replaced file into that file: SQLite would read it into the new one.
 
         Raises:
             DatabaseFailed: it cannot be moved, and the log is where that of the new file would be.

@@ -119,7 +119,7 @@ class KeyStore:
         self._any = False  # a key was ever seen
 
     def create(self, user: str, role: Role = "user", limits: KeyLimits | None = None) -> tuple[str, Key]:
-        """Makes a key for a user and returns it; the key itself cannot be retrieved again.
+        """Make a key for a user and return it; the key itself cannot be retrieved again.
 
         Raises:
             BadRequest: the user name or the role is not valid.
@@ -143,7 +143,7 @@ class KeyStore:
         return secret, self.get(prefix)
 
     def find(self, secret: str) -> Key | None:
-        """Returns the key with this text, or None if there is none or it was revoked."""
+        """Return the key with this text, or None if there is none or it was revoked."""
         match = KEY.fullmatch(secret)
         row = self._one("SELECT * FROM keys WHERE prefix = ?", match[1]) if match else None
         known = row["hash"] if row else b"\0" * 32
@@ -152,20 +152,20 @@ class KeyStore:
         return _key(row)
 
     def get(self, prefix: str) -> Key:
-        """Returns the key of this prefix, revoked or not. Raises KeyNotFound."""
+        """Return the key of this prefix, revoked or not. Raise KeyNotFound."""
         row = self._one("SELECT * FROM keys WHERE prefix = ?", prefix)
         if row is None:
             raise KeyNotFound(f"no key {cut(prefix)!r}; mpic keys list shows them", prefix=prefix)
         return _key(row)
 
     def listing(self) -> list[Key]:
-        """Lists all keys, oldest first, including revoked ones."""
+        """List all keys, oldest first, including revoked ones."""
         with self._file.reading() as db:
             rows = db.execute("SELECT * FROM keys ORDER BY created_at, prefix")
             return [_key(row) for row in rows]
 
     def revoke(self, prefix: str) -> Key:
-        """Revokes a key, at once and for good. Raises KeyNotFound."""
+        """Revoke a key, at once and for good. Raise KeyNotFound."""
         prefix = match[1] if (match := KEY.fullmatch(prefix)) else prefix.removeprefix("mpic_")
         self.get(prefix)
         with self._file.writing() as db:
@@ -176,7 +176,7 @@ class KeyStore:
         return self.get(prefix)
 
     def exist(self) -> bool:
-        """Returns whether a key was ever made here. Revoked keys count, because revoking the last key must not open the
+        """Return whether a key was ever made here. Revoked keys count, because revoking the last key must not open the
         server. So do those of a file that was lost, emptied or replaced since: ``NEEDED`` remembers them."""
         if not self._any:
             self._any = _has_mark(self.path.parent)
@@ -188,12 +188,12 @@ class KeyStore:
         return self._any
 
     def version(self) -> tuple[object, ...]:
-        """Returns a value that changes whenever another connection or process has changed the keys."""
+        """Return a value that changes whenever another connection or process has changed the keys."""
         with self._file.reading() as db:
             return self._file.opened, db.execute("PRAGMA data_version").fetchone()[0]
 
     def log_in(self, key: Key) -> str:
-        """Returns a new cookie that stands for a key, for ``LOGIN_SECONDS`` or until the key is revoked."""
+        """Return a new cookie that stands for a key, for ``LOGIN_SECONDS`` or until the key is revoked."""
         cookie, now = secrets.token_urlsafe(32), self._clock()
         with self._file.writing() as db:
             db.execute("BEGIN IMMEDIATE")
@@ -215,7 +215,7 @@ class KeyStore:
         return cookie
 
     def logged_in(self, cookie: str) -> Key | None:
-        """Returns the key that a cookie stands for, or None if the login has ended."""
+        """Return the key that a cookie stands for, or None if the login has ended."""
         row = self._one(
             "SELECT keys.* FROM logins JOIN keys ON keys.prefix = logins.key "
             "WHERE logins.hash = ? AND until > ? AND revoked_at IS NULL",
@@ -224,7 +224,7 @@ class KeyStore:
         return None if row is None else _key(row)
 
     def log_out(self, cookie: str) -> None:
-        """Ends a login, if there is one."""
+        """End a login, if there is one."""
         with self._file.writing() as db:
             db.execute("DELETE FROM logins WHERE hash = ?", (_hash(cookie),))
 
@@ -237,8 +237,8 @@ class KeyStore:
 
 
 def any_keys(folder: Path) -> bool:
-    """Returns whether a key was ever made for this folder. Unlike a ``KeyStore``, it creates neither the folder nor the
-    file of the keys. Raises the errors of a ``KeyStore``."""
+    """Return whether a key was ever made for this folder. Unlike a ``KeyStore``, it creates neither the folder nor the
+    file of the keys. Raise the errors of a ``KeyStore``."""
     if not _is_there(folder / FILE):
         return _has_mark(folder)
     with closing(KeyStore(folder)) as keys:
@@ -246,7 +246,7 @@ def any_keys(folder: Path) -> bool:
 
 
 def check_not_lost(folder: Path) -> None:
-    """Raises KeysLost if the folder has had keys and has none now, and the errors of a ``KeyStore``."""
+    """Raise KeysLost if the folder has had keys and has none now, and the errors of a ``KeyStore``."""
     if not any_keys(folder):
         return
     there = _is_there(folder / FILE)
@@ -262,7 +262,7 @@ def check_not_lost(folder: Path) -> None:
 
 
 def mark_keys(folder: Path) -> None:
-    """Marks a folder as one that has keys, durably. Raises DatabaseFailed if that cannot be written."""
+    """Mark a folder as one that has keys, durably. Raise DatabaseFailed if that cannot be written."""
     filesystem = FileSystem()
     try:
         with suppress(FileExistsError):
@@ -273,7 +273,7 @@ def mark_keys(folder: Path) -> None:
 
 
 def _has_mark(folder: Path) -> bool:
-    """Returns whether the folder has ``NEEDED``. Whatever has that name counts: a link to nothing, say."""
+    """Return whether the folder has ``NEEDED``. Whatever has that name counts: a link to nothing, say."""
     try:
         os.lstat(folder / NEEDED)
     except (FileNotFoundError, NotADirectoryError):
@@ -284,7 +284,7 @@ def _has_mark(folder: Path) -> bool:
 
 
 def _is_there(path: Path) -> bool:
-    """Returns whether there is a file. Raises DatabaseFailed: it is something else, or cannot be looked at."""
+    """Return whether there is a file. Raise DatabaseFailed: it is something else, or cannot be looked at."""
     try:
         if is_file(path):
             return True
@@ -301,7 +301,7 @@ def _hash(secret: str) -> bytes:
 
 
 def _key(row: sqlite3.Row) -> Key:
-    """Returns the key of a row. Raises DatabaseDamaged: it is not one that this program writes."""
+    """Return the key of a row. Raise DatabaseDamaged: it is not one that this program writes."""
     try:
         limits = KeyLimits(**{field.name: row[field.name] for field in fields(KeyLimits)})
         known = NAME.fullmatch(row["user"]) and row["role"] in ROLES and row["created_at"] >= 0

@@ -49,7 +49,7 @@ class Local:
             raise
 
     def remove(self) -> None:
-        """Removes the temporary folder."""
+        """Remove the temporary folder."""
         if self._own is not None:
             self._own.cleanup()
 
@@ -57,7 +57,7 @@ class Local:
 def local_transport(
     model: str | None, data_dir: Folder, settings: Mapping[str, Any], on_stage: StageCallback
 ) -> InProcess:
-    """Returns a transport to a server that runs in this process and ends with the transport; ``on_stage`` is called
+    """Return a transport to a server that runs in this process and ends with the transport; ``on_stage`` is called
     with each stage that begins."""
     local = Local(model, data_dir, settings, on_stage)
     return InProcess(local.app, local.remove)

@@ -37,7 +37,7 @@ _paused = threading.Event()
 
 
 def room() -> float:
-    """Returns the bytes that this process may still allocate: the least of what the limit of its address space
+    """Return the bytes that this process may still allocate: the least of what the limit of its address space
     (``ulimit -v``), the machine, and the limits of its container or unit leave."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     left = math.inf if limit == resource.RLIM_INFINITY else limit - _address_space()
@@ -46,7 +46,7 @@ def room() -> float:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pauses Python's cycle collector inside the block, and exempts the objects that exist at its end from later
+    """Pause Python's cycle collector inside the block, and exempt the objects that exist at its end from later
     collections.
 
     Importing torch and transformers creates millions of objects that stay. Collections during a start find nothing and
@@ -76,7 +76,7 @@ os.register_at_fork(after_in_child=_resume_collector)
 
 @contextmanager
 def set_aside(size: int, what: str) -> Iterator[None]:
-    """Ensures that ``size`` bytes may be allocated inside the block.
+    """Ensure that ``size`` bytes may be allocated inside the block.
 
     While the block runs, they are counted twice, as set aside and as allocated, so that requests that come together
     cannot all rely on the same free memory.
@@ -107,7 +107,7 @@ def set_aside(size: int, what: str) -> Iterator[None]:
 
 @contextmanager
 def as_errors() -> Iterator[None]:
-    """Converts all errors by which libraries report exhausted memory to OutOfMemory."""
+    """Convert all errors by which libraries report exhausted memory to OutOfMemory."""
     try:
         yield
     except Exception as error:
@@ -117,7 +117,7 @@ def as_errors() -> Iterator[None]:
 
 
 def is_exhaustion(error: BaseException) -> bool:
-    """Returns whether an exception reports that memory (or a thread's stack) could not be allocated."""
+    """Return whether an exception reports that memory (or a thread's stack) could not be allocated."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if type(error) is RuntimeError or type(error).__name__ == "OutOfMemoryError":  # torch, threading
@@ -126,7 +126,7 @@ def is_exhaustion(error: BaseException) -> bool:
 
 
 def few_arenas() -> None:
-    """Keeps the C library (glibc) from reserving 64 MiB of address space for every thread, if that space is limited: it
+    """Keep the C library (glibc) from reserving 64 MiB of address space for every thread, if that space is limited: it
     never returns them. Call this before there are threads."""
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
         with suppress(OSError, AttributeError):
@@ -134,7 +134,7 @@ def few_arenas() -> None:
 
 
 def give_back() -> None:
-    """Returns freed pages to the operating system if the C library keeps them (glibc)."""
+    """Return freed pages to the operating system if the C library keeps them (glibc)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

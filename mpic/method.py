@@ -22,17 +22,17 @@ class Paper(NamedTuple):
 
 
 def parameter(unit: str, most: int, least: int = 0, **given: Any) -> Any:
-    """Declares a number in a method's name as a dataclass field: field ``k`` stands for ``K`` in the syntax."""
+    """Declare a number in a method's name as a dataclass field: field ``k`` stands for ``K`` in the syntax."""
     return field(metadata={"unit": unit, "least": least, "most": most}, **given)
 
 
 def tokens(least: int = 0, **given: Any) -> Any:
-    """Declares a number of tokens."""
+    """Declare a number of tokens."""
     return parameter("tokens", 1_000_000, least, **given)
 
 
 def percent(most: int = 100) -> Any:
-    """Declares a share of tokens, 0 to ``most``."""
+    """Declare a share of tokens, 0 to ``most``."""
     return parameter("percent", most)
 
 
@@ -55,12 +55,12 @@ class Method(ABC):
 
     @classmethod
     def parameters(cls) -> tuple[Field[int], ...]:
-        """Returns the numbers in its name, in order."""
+        """Return the numbers in its name, in order."""
         return fields(cls)  # ty: ignore[invalid-argument-type] (its subclasses are dataclasses)
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """Returns the method that ``text`` names, or None when it names another one.
+        """Return the method that ``text`` names, or None when it names another one.
 
         Raises:
             BadRequest: a number is out of its bounds.

@@ -28,7 +28,7 @@ ATTENTION = ("auto", "cpu-stream", "cpu-flash", "reference", "cuda-flash", "cuda
 
 
 def check(config: Config) -> None:
-    """Checks everything about a configuration that needs no model.
+    """Check everything about a configuration that needs no model.
 
     Raises:
         ConfigError: a setting is not valid, the port is taken, or a file that a setting names does not exist.
@@ -54,7 +54,7 @@ def check(config: Config) -> None:
 
 
 def check_folder(root: Path) -> None:
-    """Checks that a library can be opened or made in a folder. Raises ConfigError, LibraryInUse."""
+    """Check that a library can be opened or made in a folder. Raise ConfigError, LibraryInUse."""
     with _looking_at(root, ConfigError, "data_dir"):
         there = next(p for p in (root.absolute(), *root.absolute().parents) if status_of(p) or p.is_symlink())
         can_hold = is_folder(there)
@@ -87,7 +87,7 @@ def check_folder(root: Path) -> None:
 
 
 def check_engine(config: EngineConfig) -> None:
-    """Checks the names in an engine's settings. Raises ConfigError."""
+    """Check the names in an engine's settings. Raise ConfigError."""
     if not DEVICE.fullmatch(config.device):
         raise ConfigError(
             f"unknown device {config.device!r}; available: auto, cpu, cuda, cuda:N, mps", param="device"
@@ -112,7 +112,7 @@ def check_engine(config: EngineConfig) -> None:
 
 
 def check_model(model: str) -> None:
-    """Checks that the folder or the GGUF file of a model exists, if it is named by a path. Raises ModelRefused."""
+    """Check that the folder or the GGUF file of a model exists, if it is named by a path. Raise ModelRefused."""
     if is_gguf(model):
         gguf_path(model)
         return
@@ -132,7 +132,7 @@ def check_model(model: str) -> None:
 
 
 def check_embedder(config: RetrievalConfig) -> None:
-    """Checks that the folder of an embedder exists, if it is named by a path. Raises ConfigError."""
+    """Check that the folder of an embedder exists, if it is named by a path. Raise ConfigError."""
     name, weights = config.embedder, config.embedder_weights
     path = Path(name)
     with _looking_at(name, ConfigError, "embedder"):
@@ -159,7 +159,7 @@ def check_embedder(config: RetrievalConfig) -> None:
 
 @contextmanager
 def _looking_at(path: str | Path, error: type[MPICError], param: str | None = None) -> Iterator[None]:
-    """Raises this error instead of OSError, such as that of a folder that this user may not enter."""
+    """Raise this error instead of OSError, such as that of a folder that this user may not enter."""
     try:
         yield
     except OSError as why:
@@ -167,5 +167,5 @@ def _looking_at(path: str | Path, error: type[MPICError], param: str | None = No
 
 
 def is_hub_id(name: str) -> bool:
-    """Returns whether a name may be a hub id, such as ``gpt2`` or ``Qwen/Qwen2.5-VL-3B-Instruct``."""
+    """Return whether a name may be a hub id, such as ``gpt2`` or ``Qwen/Qwen2.5-VL-3B-Instruct``."""
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name) is not None

@@ -20,7 +20,7 @@ FOLDED = 20
 
 
 def printable(text: str) -> str:
-    """Returns a text that somebody else wrote with a mark in place of every character that a terminal would obey."""
+    """Return a text that somebody else wrote with a mark in place of every character that a terminal would obey."""
     return COMMANDS.sub("\ufffd", text)
 
 
@@ -32,7 +32,7 @@ class PlainConsole(Console):
 
 
 def print_whole(table: Table, console: Console) -> None:
-    """Prints a table without cutting off anything: one that has no room in the console becomes wider than it, so that
+    """Print a table without cutting off anything: one that has no room in the console becomes wider than it, so that
     an id can be copied and a number read. Columns with ``no_wrap`` stay on one line; others are broken between words,
     and those with ``overflow="fold"`` within long ones, too."""
     for column in table.columns:

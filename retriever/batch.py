@@ -22,7 +22,7 @@ PROBES = {"image": Image.new("RGB", (64, 64), "gray"), "text": "a"}
 
 
 def embed_each(embedder: Embedder, kind: Kind, contents: Sequence[Any]) -> list[np.ndarray | MPICError]:
-    """Embeds images or texts, together if that works. Returns for each a vector ``[dimension]`` fp32 or an error:
+    """Embed images or texts, together if that works. Return for each a vector ``[dimension]`` fp32 or an error:
     EmbeddingFailed, or OutOfMemory if it may succeed later.
 
     Raises:
@@ -58,7 +58,7 @@ class Failures:
                 self._errors.pop(reference, None)
 
     def listing(self) -> list[dict[str, str]]:
-        """Returns ``id``, ``code`` and ``message`` of each, oldest first."""
+        """Return ``id``, ``code`` and ``message`` of each, oldest first."""
         with self._lock:
             return [
                 {"id": id, "code": getattr(error, "code", "unreadable"), "message": str(error)}

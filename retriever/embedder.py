@@ -54,11 +54,11 @@ class Embedder:
 
     @property
     def name(self) -> EmbedderName:
-        """Returns the identity of this embedder. Raises EmbedderUnavailable."""
+        """Return the identity of this embedder. Raise EmbedderUnavailable."""
         return self._loaded()[3]
 
     def texts(self, texts: Sequence[str]) -> np.ndarray:
-        """Embeds texts: ``[n, dimension]`` fp32, rows of length 1. Text beyond the model's context is ignored.
+        """Embed texts: ``[n, dimension]`` fp32, rows of length 1. Text beyond the model's context is ignored.
 
         Raises:
             EmbedderUnavailable: there are no weights.
@@ -69,7 +69,7 @@ class Embedder:
         return self._run(seen, name, lambda part: model.encode_text(tokenize(list(part)).to(self.device)))
 
     def count(self, text: str) -> tuple[int, int]:
-        """Returns the tokens of a text, and the most that the model reads. A text that is too long by its length alone
+        """Return the tokens of a text, and the most that the model reads. A text that is too long by its length alone
         is not counted: its characters are returned.
 
         Raises:
@@ -86,7 +86,7 @@ class Embedder:
         return len(tokenize.encode(text)) + ends, context  # ty: ignore[missing-attribute] (two classes of open_clip)
 
     def images(self, images: Sequence[Image.Image]) -> np.ndarray:
-        """Embeds images: ``[n, dimension]`` fp32, rows of length 1. Raises EmbedderUnavailable."""
+        """Embed images: ``[n, dimension]`` fp32, rows of length 1. Raise EmbedderUnavailable."""
         import torch
 
         model, preprocess, _, name = self._loaded()
@@ -142,7 +142,7 @@ class Embedder:
 
 
 def beginning(text: str, most: int) -> str:
-    """Returns the first ``most`` characters of a text; white space in a longer one is reduced first."""
+    """Return the first ``most`` characters of a text; white space in a longer one is reduced first."""
     if len(text) <= most:
         return text
     return " ".join(text.lstrip()[:HEAD].split())[:most]

@@ -52,7 +52,7 @@ class VectorIndex:
     def search(
         self, query: np.ndarray, k: int, among: np.ndarray | None = None
     ) -> tuple[list[Neighbour], np.ndarray]:
-        """Finds the ``k`` best neighbours, best first, with their vectors.
+        """Find the ``k`` best neighbours, best first, with their vectors.
 
         Args:
             query: ``[dimension]`` fp32.
@@ -76,7 +76,7 @@ class VectorIndex:
         return [Neighbour(id, score) for id, score in pairs], vectors[0][found]
 
     def put(self, ids: Sequence[int] | np.ndarray, vectors: np.ndarray) -> None:
-        """Adds vectors, in place of those that have the same ids.
+        """Add vectors, in place of those that have the same ids.
 
         Args:
             ids: distinct ids.
@@ -98,20 +98,20 @@ class VectorIndex:
         self._change(change)
 
     def remove(self, ids: Sequence[int]) -> int:
-        """Removes vectors; returns how many of them were there."""
+        """Remove vectors; return how many of them were there."""
         known = [i for i in dict.fromkeys(ids) if i in self._shown.ids]
         if known:
             self._change(lambda side: _remove(side, known))
         return len(known)
 
     def serialize(self) -> np.ndarray:
-        """Returns the index as bytes, uint8."""
+        """Return the index as bytes, uint8."""
         with self._reader() as side:
             return faiss.serialize_index(side.index)
 
     @classmethod
     def deserialize(cls, data: np.ndarray, dimension: int) -> VectorIndex:
-        """Makes an index from the bytes of ``serialize``, whose checksum the caller has verified.
+        """Make an index from the bytes of ``serialize``, whose checksum the caller has verified.
 
         Raises:
             ValueError: it is not such an index.
@@ -133,7 +133,7 @@ class VectorIndex:
         return set(self._shown.ids)
 
     def check(self) -> None:
-        """Checks that both sides agree with their ids and with each other. Raises IntegrityError."""
+        """Check that both sides agree with their ids and with each other. Raise IntegrityError."""
         with self._writing:
             for side in (self._shown, self._other):
                 mapped = faiss.vector_to_array(side.index.id_map).tolist()
@@ -169,7 +169,7 @@ def _new(dimension: int) -> faiss.IndexIDMap2:
 
 
 def _remove(side: _IndexCopy, ids: list[int]) -> None:
-    """Removes vectors from one side. faiss ignores an id that it does not find, so the number it removed is checked."""
+    """Remove vectors from one side. faiss ignores an id that it does not find, so the number it removed is checked."""
     if not ids:
         return
     removed = side.index.remove_ids(faiss.IDSelectorBatch(np.asarray(ids, np.int64)))
@@ -180,7 +180,7 @@ def _remove(side: _IndexCopy, ids: list[int]) -> None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Keeps OpenMP from starting threads for this thread: searches are short, and the model needs the cores."""
+    """Keep OpenMP from starting threads for this thread: searches are short, and the model needs the cores."""
     before = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(1)
     try:

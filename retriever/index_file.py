@@ -28,7 +28,7 @@ class IndexFile:
         self.path, self._name, self._files = path, name, files or FileSystem()
 
     def write(self, index: VectorIndex, revision: int) -> None:
-        """Writes the index durably and completely, or not at all. Raises StorageFull."""
+        """Write the index durably and completely, or not at all. Raise StorageFull."""
         data: Any = index.serialize()
         header = {
             "embedder": list(self._name),
@@ -41,7 +41,7 @@ class IndexFile:
         write_durably(self._files, self.path, [memoryview(part) for part in parts])
 
     def read(self, revision: int) -> VectorIndex:
-        """Reads the index as of ``revision``.
+        """Read the index as of ``revision``.
 
         Raises:
             FileNotFoundError: there is none.

@@ -55,7 +55,7 @@ class ReferenceIndexer:
         self._worker.start()
 
     def opened(self) -> Vectors:
-        """Returns the vectors, which are opened when they are first needed. Raises EmbedderUnavailable."""
+        """Return the vectors, which are opened when they are first needed. Raise EmbedderUnavailable."""
         with self._opening:
             if self._vectors is None:
                 from mpic.retriever.vectors import Vectors  # imports faiss, which a start does not need
@@ -70,14 +70,14 @@ class ReferenceIndexer:
             return self._vectors
 
     def flush(self, timeout: float = 60.0) -> bool:
-        """Waits until every change so far is searchable; False if that takes longer than ``timeout`` seconds, or if
+        """Wait until every change so far is searchable; False if that takes longer than ``timeout`` seconds, or if
         some have to be tried again."""
         with self._work:
             idle = lambda: not self._changes and not self._busy
             return self._work.wait_for(idle, timeout) and not self._retries
 
     def reindex(self) -> None:
-        """Embeds every reference that has no vector of this embedder, in the background. It continues where an earlier
+        """Embed every reference that has no vector of this embedder, in the background. It continues where an earlier
         run stopped; ``status`` tells the progress."""
         self.opened()
         with self._work:
@@ -86,7 +86,7 @@ class ReferenceIndexer:
             self._work.notify_all()
 
     def status(self) -> dict[str, Any]:
-        """Returns the embedder, and the number of indexed and missing references. Raises EmbedderUnavailable."""
+        """Return the embedder, and the number of indexed and missing references. Raise EmbedderUnavailable."""
         vectors = self.opened()
         references = self.library.references.stats()["references"]
         with self._work:
@@ -104,13 +104,13 @@ class ReferenceIndexer:
         }
 
     def check(self) -> None:
-        """Checks that the index holds exactly the vectors of the catalogue. Raises IntegrityError."""
+        """Check that the index holds exactly the vectors of the catalogue. Raise IntegrityError."""
         with self._work:
             self._work.wait_for(lambda: not (self._changes or self._busy or self._catching_up), 60.0)
         self.opened().check()
 
     def close(self) -> None:
-        """Stops and writes the index. Call it before the library is closed. Safe to call twice."""
+        """Stop and write the index. Call it before the library is closed. Safe to call twice."""
         with self._work:
             self._stopping = True
             self._work.notify_all()
@@ -121,7 +121,7 @@ class ReferenceIndexer:
                 self._vectors.save()
 
     def _changed(self, change: Change) -> None:
-        """Queues a change, which the library reports after its commit."""
+        """Queue a change, which the library reports after its commit."""
         with self._work:
             self._changes[change.reference.id] = change
             self._work.notify_all()
@@ -146,7 +146,7 @@ class ReferenceIndexer:
                     retries.failed(names)
 
     def _next(self) -> list[str] | None:
-        """Waits for work. Returns the ids of references that have changed or are tried again; none to catch up; None to
+        """Wait for work. Return the ids of references that have changed or are tried again; none to catch up; None to
         stop."""
         with self._work:
             self._busy = False
@@ -164,7 +164,7 @@ class ReferenceIndexer:
             return None
 
     def _apply(self, ids: Sequence[str]) -> None:
-        """Brings the vectors of changed references up to date. Two threads that change one reference may report in
+        """Bring the vectors of changed references up to date. Two threads that change one reference may report in
         either order, so its state now is used."""
         current = self.library.references.many(ids)
         for id in set(ids) - {reference.id for reference in current}:
@@ -191,7 +191,7 @@ class ReferenceIndexer:
                 self._catching_up = False
 
     def _embed(self, references: Sequence[Reference]) -> None:
-        """Embeds references, commits the vectors, then shows them. A reference that cannot be read or embedded is left
+        """Embed references, commit the vectors, then show them. A reference that cannot be read or embedded is left
         without a vector."""
         if not references:
             return
@@ -214,13 +214,13 @@ class ReferenceIndexer:
             self._settled([reference.id for reference in kept])
 
     def _settled(self, ids: Sequence[str]) -> None:
-        """Forgets that references have failed."""
+        """Forget that references have failed."""
         self._failed.forget(ids)
         with self._work:
             self._retries.forget(ids)
 
     def _read(self, references: Sequence[Reference]) -> Iterator[list[tuple[Reference, Any]]]:
-        """Yields references with their contents, in batches of few large images or many small ones. The caller empties
+        """Yield references with their contents, in batches of few large images or many small ones. The caller empties
         a batch before it takes the next."""
         batch: list[tuple[Reference, Any]] = []
         pixels = 0
@@ -238,7 +238,7 @@ class ReferenceIndexer:
             yield batch
 
     def _content(self, reference: Reference) -> Any:
-        """Returns the text or image of a version, or None if it is gone or cannot be read."""
+        """Return the text or image of a version, or None if it is gone or cannot be read."""
         try:
             references = self.library.references
             return references.image(reference) if reference.kind == "image" else references.text(reference)
@@ -247,7 +247,7 @@ class ReferenceIndexer:
             return None
 
     def _fail(self, reference: Reference, error: MPICError | OSError) -> None:
-        """Records a reference that cannot be embedded. It is tried again if that may succeed. If its content is refused
+        """Record a reference that cannot be embedded. It is tried again if that may succeed. If its content is refused
         for good, its old vectors are removed, because they would count as missing for ever."""
         log.warning("%s cannot be embedded: %s", reference.id, error)
         self.counters["unembeddable" if isinstance(error, EmbeddingFailed) else "unreadable"] += 1

@@ -46,16 +46,16 @@ class Retries:
         return taken
 
     def forget(self, names: Iterable[str]) -> None:
-        """Drops what has succeeded, or is no longer wanted."""
+        """Drop what has succeeded, or is no longer wanted."""
         for name in names:
             self._failures.pop(name, None)
             self._due.pop(name, None)
 
     def pause(self) -> float | None:
-        """Returns the seconds until the next turn, or None if nothing waits."""
+        """Return the seconds until the next turn, or None if nothing waits."""
         return max(0.0, min(self._due.values()) - self._clock()) if self._due else None
 
 
 def soonest(*waiting: Retries) -> float | None:
-    """Returns the seconds until the next turn of any, or None if nothing waits."""
+    """Return the seconds until the next turn of any, or None if nothing waits."""
     return min((pause for one in waiting if (pause := one.pause()) is not None), default=None)

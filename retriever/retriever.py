@@ -72,7 +72,7 @@ class Retriever:
         min_score: float | None = None,
         filter: Mapping[str, Any] | None = None,
     ) -> list[SearchHit]:
-        """Returns references, best first; fewer than ``top_k`` if there are no more.
+        """Return references, best first; fewer than ``top_k`` if there are no more.
 
         Args:
             min_score: leave out references that are less similar.
@@ -147,7 +147,7 @@ class Retriever:
         return mean / max(float(np.linalg.norm(mean)), 1e-9)
 
     def soon(self, work: Callable[..., None], *args: Any) -> None:
-        """Runs a search on a thread of the retriever, or drops it if too many are waiting."""
+        """Run a search on a thread of the retriever, or drop it if too many are waiting."""
         with self._lock:
             if self._closed or self._guesses >= MAX_GUESSES:
                 return
@@ -170,16 +170,16 @@ class Retriever:
         self.indexer.reindex()
 
     def status(self) -> dict[str, Any]:
-        """Returns the embedder, the number of indexed and missing references, and counters. Raises
+        """Return the embedder, the number of indexed and missing references, and counters. Raise
         EmbedderUnavailable."""
         return {**self.indexer.status(), **self.counters}
 
     def check(self) -> None:
-        """Checks that the index holds exactly the vectors of the catalogue. Raises IntegrityError."""
+        """Check that the index holds exactly the vectors of the catalogue. Raise IntegrityError."""
         self.indexer.check()
 
     def close(self) -> None:
-        """Stops and writes the index. Call it before the library is closed. Safe to call twice."""
+        """Stop and write the index. Call it before the library is closed. Safe to call twice."""
         with self._lock:
             self._closed = True
         self._guessing.shutdown(wait=True, cancel_futures=True)

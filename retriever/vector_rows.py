@@ -51,11 +51,11 @@ class VectorRows:
         self.embedder: int = row["id"]
 
     def revision(self) -> int:
-        """Returns a number that grows with every change of this embedder's vectors."""
+        """Return a number that grows with every change of this embedder's vectors."""
         return self._catalog.read("SELECT revision FROM embedders WHERE id = ?", self.embedder)[0]["revision"]
 
     def put(self, references: Sequence[Reference], vectors: np.ndarray) -> list[StoredVector]:
-        """Commits the vectors of references; returns those of the references that are still current."""
+        """Commit the vectors of references; return those of the references that are still current."""
         kept = []
         with self._catalog.write() as db:
             for at, (reference, vector) in enumerate(zip(references, vectors, strict=True)):
@@ -76,7 +76,7 @@ class VectorRows:
         return kept
 
     def remove(self, reference: str) -> int | None:
-        """Deletes a reference's vectors of every embedder; returns the id of this embedder's, if there was one."""
+        """Delete a reference's vectors of every embedder; return the id of this embedder's, if there was one."""
         with self._catalog.write() as db:
             gone = self._id(db, reference)
             db.execute("DELETE FROM vectors WHERE reference = ?", (reference,))
@@ -84,13 +84,13 @@ class VectorRows:
         return gone
 
     def sweep(self) -> None:
-        """Deletes the vectors of references that are gone, those of every embedder."""
+        """Delete the vectors of references that are gone, those of every embedder."""
         with self._catalog.write() as db:
             if db.execute("DELETE FROM vectors WHERE reference NOT IN (SELECT id FROM refs)").rowcount:
                 self._revise(db)
 
     def load(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns all ids ``[n]`` int64 and vectors ``[n, dimension]`` fp32."""
+        """Return all ids ``[n]`` int64 and vectors ``[n, dimension]`` fp32."""
         rows = self._catalog.read("SELECT id, vector FROM vectors WHERE embedder = ?", self.embedder)
         ids = np.fromiter((row["id"] for row in rows), np.int64, len(rows))
         data = b"".join(row["vector"] for row in rows)
@@ -101,7 +101,7 @@ class VectorRows:
         return {row["id"] for row in rows}
 
     def missing(self, after: str = "", limit: int = -1) -> list[str]:
-        """Returns, in order, the ids of references whose current version has no vector of this embedder."""
+        """Return, in order, the ids of references whose current version has no vector of this embedder."""
         rows = self._catalog.read(
             "SELECT r.id FROM refs r LEFT JOIN vectors v ON v.embedder = ? AND v.reference = r.id "
             "AND v.version = r.version WHERE v.id IS NULL AND r.id > ? ORDER BY r.id LIMIT ?",
@@ -112,7 +112,7 @@ class VectorRows:
         return [row["id"] for row in rows]
 
     def others(self) -> list[EmbedderName]:
-        """Returns the embedders that have vectors of references of which this embedder has none."""
+        """Return the embedders that have vectors of references of which this embedder has none."""
         rows = self._catalog.read(
             "SELECT DISTINCT e.architecture, e.weights, e.dimension FROM vectors o "
             "JOIN embedders e ON e.id = o.embedder JOIN refs r ON r.id = o.reference "
@@ -123,7 +123,7 @@ class VectorRows:
         return [EmbedderName(*row) for row in rows]
 
     def versions(self, ids: Sequence[int]) -> dict[int, tuple[str, int]]:
-        """Returns the reference and its version for each vector."""
+        """Return the reference and its version for each vector."""
         rows = self._catalog.read(
             "SELECT v.id, v.reference, v.version FROM json_each(?) AS asked JOIN vectors v ON v.id = asked.value",
             json.dumps(list(ids)),
@@ -131,7 +131,7 @@ class VectorRows:
         return {row["id"]: (row["reference"], row["version"]) for row in rows}
 
     def matching(self, filter: Mapping[str, Any]) -> np.ndarray:
-        """Returns the ids of vectors whose references match a filter.
+        """Return the ids of vectors whose references match a filter.
 
         Args:
             filter: ``id``, ``kind``, ``title`` or a key of the metadata -> a value, a list of values, or comparisons
@@ -174,7 +174,7 @@ class VectorRows:
 
 
 def _tests(key: str, wanted: Any) -> tuple[str, list[Any]]:
-    """Returns SQL that tests ``{0}`` for the wanted values, and its operands. Raises BadRequest."""
+    """Return SQL that tests ``{0}`` for the wanted values, and its operands. Raise BadRequest."""
     if not is_text(key):
         raise BadRequest("a key of the filter contains half of a surrogate pair", param="filter")
     if wanted == {}:

@@ -56,7 +56,7 @@ class Vectors:
         return len(self.index)
 
     def put(self, references: Sequence[Reference], vectors: np.ndarray) -> int:
-        """Commits vectors, then shows them; returns how many of the references are still current and were kept.
+        """Commit vectors, then show them; return how many of the references are still current and were kept.
 
         Args:
             vectors: ``[len(references), dimension]`` fp32 of length 1.
@@ -74,13 +74,13 @@ class Vectors:
         return len(stored)
 
     def remove(self, reference: str) -> None:
-        """Deletes the vectors that any embedder made of a reference."""
+        """Delete the vectors that any embedder made of a reference."""
         gone = self.rows.remove(reference)
         self._show(lambda: self.index.remove([] if gone is None else [gone]))
         self._look_for_others()
 
     def save(self) -> None:
-        """Writes the index if its file is not up to date; without the file, the next start rebuilds it. An index that
+        """Write the index if its file is not up to date; without the file, the next start rebuilds it. An index that
         differs from the rows is not written."""
         revision = self.rows.revision()
         if revision == self._saved or self._diverged:
@@ -93,18 +93,18 @@ class Vectors:
             log.warning("the vector index could not be written: %s", error)
 
     def check(self) -> None:
-        """Checks that the index holds exactly the vectors of the catalogue. Raises IntegrityError."""
+        """Check that the index holds exactly the vectors of the catalogue. Raise IntegrityError."""
         self.index.check()
         if self.index.ids() != self.rows.ids():
             raise IntegrityError("the vector index and the catalogue disagree")
 
     def _look_for_others(self) -> None:
-        """Ends the mismatch with the last reference of which only another embedder has a vector."""
+        """End the mismatch with the last reference of which only another embedder has a vector."""
         if self.mismatch:
             self.mismatch = self.rows.others()
 
     def _show(self, change: Callable[[], object]) -> None:
-        """Brings the index up to date with a change of the rows. If that fails, the index is made anew; if that fails
+        """Bring the index up to date with a change of the rows. If that fails, the index is made anew; if that fails
         as well, the next change tries again."""
         if not self._diverged:
             try:

@@ -7,5 +7,5 @@ from pydantic import TypeAdapter
 
 
 def assert_shape(kind: Any, body: Any) -> None:
-    """Fails unless ``body`` has exactly the fields that the schema of ``kind`` allows."""
+    """Fail unless ``body`` has exactly the fields that the schema of ``kind`` allows."""
     jsonschema.validate(body, TypeAdapter(kind).json_schema(mode="serialization"))

@@ -36,7 +36,7 @@ class Audit:
         self.count: Counter[str] = Counter()
 
     def look(self, page) -> list[str]:
-        """Audits the present state of a page by all rules of axe-core. Returns its violations, of any impact."""
+        """Audit the present state of a page by all rules of axe-core. Return its violations, of any impact."""
         if not page.evaluate("'axe' in window"):
             page.evaluate(SOURCE.read_text(encoding="utf-8"))
         found = page.evaluate(RUN)

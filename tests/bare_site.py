@@ -14,7 +14,7 @@ MISSING = ("rich", "pydantic")
 
 
 def needed(roots: tuple[str, ...] = PACKAGES) -> dict[str, metadata.Distribution]:
-    """Returns the packages and their requirements by canonical name; optional extras are left out."""
+    """Return the packages and their requirements by canonical name; optional extras are left out."""
     found: dict[str, metadata.Distribution] = {}
     waiting = list(roots)
     while waiting:
@@ -33,7 +33,7 @@ def needed(roots: tuple[str, ...] = PACKAGES) -> dict[str, metadata.Distribution
 
 
 def make(folder: Path) -> Path:
-    """Fills ``folder`` with links to the packages' files, their metadata included, and nothing else."""
+    """Fill ``folder`` with links to the packages' files, their metadata included, and nothing else."""
     folder.mkdir(parents=True, exist_ok=True)
     for distribution in needed().values():
         tops = {

@@ -10,7 +10,7 @@ from mpic_lab.bench.harness import Bench
 
 
 def run_bench(monkeypatch, settings, folder, name, *options):
-    """Returns the result that ``mpic bench NAME`` writes, and the text that it prints, after checking that its plot
+    """Return the result that ``mpic bench NAME`` writes, and the text that it prints, after checking that its plot
     exists."""
     monkeypatch.setattr(Bench, "configured", lambda self, quick, **changes: settings[self.name])
     path = folder / f"{name}.json"

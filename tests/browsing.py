@@ -59,7 +59,7 @@ class Watched:
 
 @contextmanager
 def serving(app, port: int = 0) -> Iterator[str]:
-    """Serves an application in a thread, on a free port of this machine unless one is given."""
+    """Serve an application in a thread, on a free port of this machine unless one is given."""
     import uvicorn
 
     sock = socket.create_server(("127.0.0.1", port))

@@ -47,7 +47,7 @@ EVENTS |= {"os.link", "os.symlink", "os.truncate", "os.chmod", "os.utime"}
 
 
 def move_home() -> None:
-    """Gives this process, and those that it starts, a home of its own. To be called before anything looks for one."""
+    """Give this process, and those that it starts, a home of its own. To be called before anything looks for one."""
     if CLOSED not in os.environ:
         user = Path.home()
         own = [os.environ.get(name) or user / folder for name, folder in XDG.items()]
@@ -99,13 +99,13 @@ class Guard:
         sys.addaudithook(self._see)
 
     def complain(self) -> None:
-        """Fails the test if something closed was opened."""
+        """Fail the test if something closed was opened."""
         if self.found:
             told, self.found = "; ".join(self.found), []
             pytest.fail(f"tests keep out of the user's folders and off port {PORT}: {told}", pytrace=False)
 
     def is_closed(self, path: Any) -> bool:
-        """Returns whether a path, or SQLite's address of one, lies in a folder of the user's."""
+        """Return whether a path, or SQLite's address of one, lies in a folder of the user's."""
         if not isinstance(path, (str, bytes, os.PathLike)):
             return False
         text = os.fsdecode(path).removeprefix("file:")

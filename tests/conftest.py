@@ -53,14 +53,14 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def _only_spreads(options: argparse.Namespace) -> bool:
-    """Returns whether this process gives the tests to others (pytest-xdist) and runs none."""
+    """Return whether this process gives the tests to others (pytest-xdist) and run none."""
     if os.environ.get("PYTEST_XDIST_WORKER"):
         return False
     return bool(getattr(options, "numprocesses", None)) and not (options.collectonly or options.usepdb)
 
 
 def _prepare() -> None:
-    """Imports what needs settings before its first use, and makes them. It takes seconds."""
+    """Import what needs settings before its first use, and make them. It takes seconds."""
     import torch
 
     # before anything imports Triton: its kernels then run in the interpreter
@@ -98,7 +98,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup() -> None:
-    """Draws the same numbers in a test, and in what is first made for it, whatever the process has run before."""
+    """Draw the same numbers in a test, and in what is first made for it, whatever the process has run before."""
     import torch
 
     torch.manual_seed(0)
@@ -135,7 +135,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: Any) -> None:
-    """Takes over the figures of a process of pytest-xdist that has ended."""
+    """Take over the figures of a process of pytest-xdist that has ended."""
     node.config.stash[FIGURES] += getattr(node, "workeroutput", {}).get("figures", [])
 
 
@@ -198,7 +198,7 @@ def url(served_folder, tiny_model):
 
 @pytest.fixture
 def mpic(monkeypatch, capsys):
-    """Runs the command line in this process; returns (exit status, stdout, stderr)."""
+    """Run the command line in this process; return (exit status, stdout, stderr)."""
     from mpic import cli
 
     def run(*args):

@@ -67,7 +67,7 @@ class Journal:
                 self.record("unlink", self.name(path))
 
     def images(self, mode: str, seed: int = 0) -> Iterator[dict[str, bytes | None]]:
-        """Yields a disk after a crash before the first change, and after each: content by path relative to the root;
+        """Yield a disk after a crash before the first change, and after each: content by path relative to the root;
         None for a folder.
 
         Args:
@@ -91,7 +91,7 @@ class _Inode:
         self.pending = []
 
     def left(self, mode: str, rng: random.Random) -> bytes:
-        """Returns the content with the unsynced writes that survive a crash."""
+        """Return the content with the unsynced writes that survive a crash."""
         if mode == "dropped" or not self.pending:
             return bytes(self.content)
         content, last = self.content.copy(), len(self.pending) - 1
@@ -181,7 +181,7 @@ class _Disk:
 
 
 def write_image(image: dict[str, bytes | None], root: Path) -> None:
-    """Writes an image as real files."""
+    """Write an image as real files."""
     root.mkdir(exist_ok=True)
     for name, content in image.items():
         if content is None:

@@ -13,7 +13,7 @@ import torch
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the memory from a tensor's data pointer to the end of its allocation, one element after the other."""
+    """Return the memory from a tensor's data pointer to the end of its allocation, one element after the other."""
     whole = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
     return torch.as_strided(tensor, (whole,), (1,))
 
@@ -25,7 +25,7 @@ def reshape_and_cache_flash(
     value_cache: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
-    """Writes ``key, value [n, heads, head_dim]`` into caches ``[blocks, block, heads, head_dim]`` at ``slots [n]``."""
+    """Write ``key, value [n, heads, head_dim]`` into caches ``[blocks, block, heads, head_dim]`` at ``slots [n]``."""
     _, heads, width = key.shape
     block = key_cache.shape[1]
     for source, cache in ((key, key_cache), (value, value_cache)):
@@ -48,7 +48,7 @@ class GPUAttention:
 
 
 def _halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns caches ``[blocks, block, heads, head_dim]`` of keys and of values."""
+    """Return caches ``[blocks, block, heads, head_dim]`` of keys and of values."""
     return kv_cache.transpose(1, 2).chunk(2, -1)
 
 
@@ -57,7 +57,7 @@ def _update(layer, key, value, kv_cache, slots) -> None:
 
 
 def _forward(layer, query, key, value, kv_cache, metadata, output) -> None:
-    """Computes one row of one query; ``metadata`` has its ``blocks`` and its length ``end``."""
+    """Compute one row of one query; ``metadata`` has its ``blocks`` and its length ``end``."""
     keys, values = (half[metadata.blocks].flatten(0, 1)[: metadata.end] for half in _halves(kv_cache))
     group = layer.num_heads // layer.num_kv_heads
     keys, values = (half.repeat_interleave(group, 1) for half in (keys, values))

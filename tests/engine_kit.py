@@ -63,7 +63,7 @@ def request_of(
 
 
 def fail_a_compile(engine, monkeypatch) -> list[Exception]:
-    """Lets the next chunk's compile fail as it begins, for want of memory. The returned list is empty once it has."""
+    """Let the next chunk's compile fail as it begins, for want of memory. The returned list is empty once it has."""
     failing, begin = [MemoryError("no memory for the job")], engine.memory._presser.observe
 
     def observe(job):
@@ -82,7 +82,7 @@ def ids(seed: int, n: int) -> list[int]:
 
 
 def select(prompt, inputs, policy) -> list[Ranges]:
-    """Returns the ranges that a policy recomputes of each chunk."""
+    """Return the ranges that a policy recomputes of each chunk."""
     places, start = [], 0
     following = iter(inputs)
     for segment in prompt.segments:
@@ -149,7 +149,7 @@ def assert_oracle(name: str, prompt, policy: str, stream) -> None:
 
 
 def check_and_close(engines) -> None:
-    """Ends engines; the memory of those that still run has to be accounted for."""
+    """End engines; the memory of those that still run has to be accounted for."""
     for engine in engines:
         if not engine._inbox.closed:
             engine.check()
@@ -157,7 +157,7 @@ def check_and_close(engines) -> None:
 
 
 def submit_together(engine, requests) -> list:
-    """Submits requests while the engine's thread waits, so that it finds all of them at once."""
+    """Submit requests while the engine's thread waits, so that it finds all of them at once."""
     go = pause(engine)
     streams = [engine.submit(request) for request in requests]
     go.set()
@@ -165,7 +165,7 @@ def submit_together(engine, requests) -> list:
 
 
 def pause(engine) -> threading.Event:
-    """Stops the engine's thread between two steps until the event is set: what is sent by then is there together."""
+    """Stop the engine's thread between two steps until the event is set: what is sent by then is there together."""
     inside, go = threading.Event(), threading.Event()
 
     def block() -> None:

@@ -63,21 +63,21 @@ def ask(engine, prompt, policy: str, tokens: int, retrieval=None, **sampling):
 
 
 def begun(engine, policy: str = "reuse", name: str = "llama"):
-    """Returns a prompt with one chunk, the beginning of its answer (the call), and the family's chunks."""
+    """Return a prompt with one chunk, the beginning of its answer (the call), and the family's chunks."""
     chunks = chunks_of(name)
     prompt = prompt_of(ids(1, 6), chunks[0], ids(4, 4))
     return prompt, logits_of(ask(engine, prompt, policy, SAID), SAID)[0], chunks
 
 
 def extended(name: str, prompt: Prompt, policy: str, call: list[int], lookup: Lookup, *found: Chunk):
-    """Returns the oracle's answer to a prompt that has the call and its result from the start."""
+    """Return the oracle's answer to a prompt that has the call and its result from the start."""
     return expected_of(
         name, from_the_start(prompt, call, lookup.insert([Hit(c, {}) for c in found], 1)), policy
     )
 
 
 def searching(engine, policy: str, tokens: int):
-    """Returns the prompt, the look-up (released by ``gate.set()``) and the stream of a request that waits for its
+    """Return the prompt, the look-up (released by ``gate.set()``) and the stream of a request that waits for its
     search."""
     prompt, call, (_, _, b) = begun(engine, policy)
     lookup = Lookup(call, b)

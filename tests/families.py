@@ -295,7 +295,7 @@ class Family:
 def make_model(
     name: str, seed: int = 0, text: Sizes | None = None, **more: int
 ) -> tuple[nn.Module, object | None]:
-    """Returns a family's tiny stock model and, for a vision model, its image processor.
+    """Return a family's tiny stock model and, for a vision model, its image processor.
 
     ``text`` overrides sizes of the text model (``TEXT``); ``more`` goes to the builder of a family with images.
     """

@@ -68,11 +68,11 @@ class Front:
         return dict(self.connections.closed)
 
     def settled(self, count: int = 0) -> bool:
-        """Returns whether exactly this many connections are open soon."""
+        """Return whether exactly this many connections are open soon."""
         return eventually(lambda: len(self.connections) == count)
 
     def has_read_all(self) -> bool:
-        """Returns whether the server has taken everything that clients have sent from the kernel."""
+        """Return whether the server has taken everything that clients have sent from the kernel."""
         for one in self.connections._all:
             with suppress(OSError, ValueError):  # it has just been closed
                 if any(
@@ -98,14 +98,14 @@ class Client:
         self.socket.sendall(data)
 
     def head(self, line: str, *fields: str, key: bool = True) -> None:
-        """Sends a header, whole: between two pieces a busy machine may let the server's time for headers pass."""
+        """Send a header, whole: between two pieces a busy machine may let the server's time for headers pass."""
         lines = [f"{line} HTTP/1.1", "Host: 127.0.0.1"]
         if key:
             lines.append(f"Authorization: Bearer {self.key.decode()}")
         self.send("".join(f"{each}\r\n" for each in (*lines, *fields, "")).encode())
 
     def chat(self, **fields: Any) -> None:
-        """Sends a chat request."""
+        """Send a chat request."""
         body = json.dumps({"messages": [{"role": "user", "content": "hello"}], **fields}).encode()
         self.head(
             "POST /v1/chat/completions", f"Content-Length: {len(body)}", "Content-Type: application/json"
@@ -113,11 +113,11 @@ class Client:
         self.send(body)
 
     def is_closed(self) -> bool:
-        """Returns whether the server has closed; its reply can still be read."""
+        """Return whether the server has closed; its reply can still be read."""
         return self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != ESTABLISHED
 
     def rest(self) -> bytes:
-        """Returns the server's output until it closes."""
+        """Return the server's output until it closes."""
         said = b""
         try:
             while piece := self.socket.recv(65536):
@@ -127,7 +127,7 @@ class Client:
         return said
 
     def until(self, end: bytes) -> bytes:
-        """Returns the server's output up to these bytes."""
+        """Return the server's output up to these bytes."""
         said = b""
         while not said.endswith(end):
             piece = self.socket.recv(65536)
@@ -136,7 +136,7 @@ class Client:
         return said
 
     def answer(self) -> tuple[int, Any]:
-        """Returns status and JSON body (None if it is not JSON) of one response with a Content-Length, and 0 if the
+        """Return status and JSON body (None if it is not JSON) of one response with a Content-Length, and 0 if the
         server closed without one. Closing is a reset when something of ours arrived after it."""
         stream = self.socket.makefile("rb")
         try:
@@ -151,7 +151,7 @@ class Client:
         return int(status[1]) if status else 0, json.loads(body) if body.startswith(b"{") else None
 
     def refusal(self) -> tuple[int, str]:
-        """Returns status and code of an error, and closes this end."""
+        """Return status and code of an error, and close this end."""
         status, body = self.answer()
         self.close()
         return status, body["error"]["code"] if body else ""
@@ -181,7 +181,7 @@ def eventually(true: Any, seconds: float = 60.0) -> bool:
 
 
 def free_port() -> int:
-    """Returns a port for a program that takes no socket. It is none of those that the system gives to clients and to
+    """Return a port for a program that takes no socket. It is none of those that the system gives to clients and to
     whoever asks for port 0: one of them may be taken again before the program binds it."""
     chance = random.SystemRandom()
     while True:

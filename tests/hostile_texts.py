@@ -90,7 +90,7 @@ class Recorder:
 
 
 def recorded(sliced: SlicedTokenizer, monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """Records the texts that a tokenizer receives from now on."""
+    """Record the texts that a tokenizer receives from now on."""
     recorder = Recorder(sliced.tokenizer)
     monkeypatch.setattr(sliced, "tokenizer", recorder)
     return recorder

@@ -27,7 +27,7 @@ class Life:
         self.states = {}
 
     def step(self, values, action):
-        """Runs a step that gives things new values."""
+        """Run a step that gives things new values."""
         begun = len(self.journal)
         result = action()
         for thing, value in values.items():
@@ -35,18 +35,18 @@ class Life:
         return result
 
     def possible(self, thing, changes):
-        """Returns where the states of a thing that may be found after a crash begin and end."""
+        """Return where the states of a thing that may be found after a crash begin and end."""
         states = self.states[thing]
         return sum(state[1] <= changes for state in states) - 1, sum(state[0] <= changes for state in states)
 
     def allowed(self, thing, changes):
-        """Returns the values that may be found when the power fails after this many changes."""
+        """Return the values that may be found when the power fails after this many changes."""
         first, end = self.possible(thing, changes)
         return [value for _, _, value in self.states[thing][first:end]]
 
 
 def live(life):
-    """Does everything that the library can do to its disk, and opens it twice."""
+    """Do everything that the library can do to its disk, and open it twice."""
     root, files, clock = life.journal.root, RecordingFiles(life.journal), Clock()
     library = Library.open(root, LIMITS, filesystem=files, clock=clock)
     add = library.files.add
@@ -119,7 +119,7 @@ class Quick:
 
 
 def found(library):
-    """Returns the answers of a library, and compares everything it serves with the stored content."""
+    """Return the answers of a library, and compare everything it serves with the stored content."""
     here = {}
     for file in library.files.page("ann").files:
         expires = {"E": 1_000_005.0}.get(file.handle, file.expires_at)

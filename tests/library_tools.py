@@ -25,7 +25,7 @@ def text_key(text="some text", owner="ann", model=MODEL, dtype="float32", **reci
 
 
 def drop(store, key, catalog):
-    """Deletes a content as the library does: row and file, also one that is being saved."""
+    """Delete a content as the library does: row and file, also one that is being saved."""
     with store.lock:
         with catalog.write() as db:
             rows = store.drop(db, key.owner, key.chunk)
@@ -56,7 +56,7 @@ def size_of(chunk):
 
 
 def same_inputs(a, b):
-    """Returns whether two ChunkInputs are equal."""
+    """Return whether two ChunkInputs are equal."""
     for name in ("token_ids", "positions", "embeds", "deepstack"):
         x, y = getattr(a, name), getattr(b, name)
         if (x is None) != (y is None) or (x is not None and not (x.dtype == y.dtype and torch.equal(x, y))):
@@ -65,7 +65,7 @@ def same_inputs(a, b):
 
 
 def read(stored, like):
-    """Reads the KV of a stored chunk, and checks that its layers come in order."""
+    """Read the KV of a stored chunk, and check that its layers come in order."""
     destination = torch.full_like(like, float("nan"))
     assert list(stored.read_layers(destination)) == list(range(like.shape[0]))
     return destination
@@ -91,14 +91,14 @@ def picture(seed=0, size=(16, 12)):
 
 
 def flip(path, at):
-    """Changes one bit of a file."""
+    """Change one bit of a file."""
     raw = bytearray(path.read_bytes())
     raw[at] ^= 1
     path.write_bytes(raw)
 
 
 def saved(library, *chunks, clock=None):
-    """Saves chunks, a second apart if there is a clock; returns the only one, or all of them."""
+    """Save chunks, a second apart if there is a clock; return the only one, or all of them."""
     for chunk in chunks:
         if clock is not None:
             clock.now += 1
@@ -107,7 +107,7 @@ def saved(library, *chunks, clock=None):
 
 
 def everything(root, sidecars=False):
-    """Returns all files below a folder, relative to it, except the catalogue, the lock, the marker, and (by default)
+    """Return all files below a folder, relative to it, except the catalogue, the lock, the marker, and (by default)
     the sidecars of existing originals."""
     found = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
     found = {name for name in found if not name.startswith(("catalog.sqlite", "lock", "mpic-library.json"))}
@@ -233,14 +233,14 @@ class CrashingFiles(FileSystem):
 
 
 def kill(library: Library):
-    """Drops a library like a dying process, without writing anything."""
+    """Drop a library like a dying process, without writing anything."""
     library._open = False
     library.catalog.close()
     library.folder.release()
 
 
 def downgrade(root, version, monkeypatch):
-    """Rewrites the catalogue of a closed library to the form of an earlier version."""
+    """Rewrite the catalogue of a closed library to the form of an earlier version."""
     new, old = root / "catalog.sqlite", root / "old.sqlite"
     with monkeypatch.context() as patch:
         patch.setattr(database, "MIGRATIONS", database.MIGRATIONS[: version - database.FIRST + 1])
@@ -261,7 +261,7 @@ def lose_catalogue(root):
 
 
 def fill(library):
-    """Adds three uploads with their chunks, a cache and a reference."""
+    """Add three uploads with their chunks, a cache and a reference."""
     for number, chunk in enumerate(chunks(3)):
         library.files.add("ann", f"text {number}".encode(), f"{number}.txt", handle=f"H{number}")
         library.store.save(chunk)
@@ -270,7 +270,7 @@ def fill(library):
 
 
 def store_of_each(library):
-    """Stores two uploads, a reference and two chunks; returns the keys of the chunks."""
+    """Store two uploads, a reference and two chunks; return the keys of the chunks."""
     ann = library.files.add("ann", b"ann's text", "a.txt", handle="A", metadata={"n": 1})
     library.files.add("bob", encoded(), "b.png", expires_after=10**6)
     asyncio.run(library.references.add(b"a reference", "r.txt", title="R", id="ref_r", metadata={"k": "v"}))

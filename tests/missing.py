@@ -17,13 +17,13 @@ STRICT = "MPIC_TEST_EVERYTHING"
 
 
 def vllm_is_installed() -> bool:
-    """Returns whether vLLM is installed. The folder ``tests/vllm`` looks like a package, too, but has no origin."""
+    """Return whether vLLM is installed. The folder ``tests/vllm`` looks like a package, too, but has no origin."""
     spec = importlib.util.find_spec("vllm")
     return spec is not None and spec.origin is not None
 
 
 def left_out(config: pytest.Config) -> list[str]:
-    """Returns a line for each folder of tests that the run asks for and this machine cannot run.
+    """Return a line for each folder of tests that the run asks for and this machine cannot run.
 
     Raises:
         pytest.UsageError: there is one, and ``STRICT`` is set.
@@ -39,7 +39,7 @@ def left_out(config: pytest.Config) -> list[str]:
 
 
 def not_run(skipped: Iterable[pytest.TestReport]) -> list[str]:
-    """Returns a line for each reason for which tests did not run: how many, why, and in which files."""
+    """Return a line for each reason for which tests did not run: how many, why, and in which files."""
     files: dict[str, Counter[str]] = defaultdict(Counter)
     for report in skipped:
         if isinstance(report.longrepr, tuple):

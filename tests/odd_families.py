@@ -20,7 +20,7 @@ class _OwnRotaryLayer(LlamaDecoderLayer):
 
 
 def with_rotaries(model: nn.Module, thetas: list[float]) -> nn.Module:
-    """Gives each layer of a Llama a rotary embedding of its own."""
+    """Give each layer of a Llama a rotary embedding of its own."""
     for layer, theta in zip(model.model.layers, thetas, strict=True):
         config = type(model.config).from_dict(model.config.to_dict())
         config.rope_parameters = {"rope_type": "default", "rope_theta": theta}
@@ -50,7 +50,7 @@ class _SinkAttention(qwen2_vl.Qwen2VLAttention):
 
 
 def with_sinks(model: nn.Module) -> nn.Module:
-    """Gives every head of a Qwen2-VL a sink logit."""
+    """Give every head of a Qwen2-VL a sink logit."""
     for layer in model.model.language_model.layers:
         layer.self_attn.__class__ = _SinkAttention
         layer.self_attn.sinks = nn.Parameter(torch.zeros(layer.self_attn.num_heads))

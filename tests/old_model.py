@@ -15,7 +15,7 @@ from transformers import (
 
 
 def save_model(folder: Path) -> Path:
-    """Saves a random LLaVA of three small layers, always the same one, with processor and chat template."""
+    """Save a random LLaVA of three small layers, always the same one, with processor and chat template."""
     torch.manual_seed(0)
     tokenizer = byte_tokenizer()
     vision = CLIPVisionConfig(

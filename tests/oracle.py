@@ -38,7 +38,7 @@ class Oracle(StockOracle):
 
     @torch.no_grad()
     def attention(self, prompt: Prompt, inputs: Sequence[ChunkInputs], layer: int) -> list[torch.Tensor]:
-        """Returns for every chunk, ``[tokens]``, the attention of the text after the last chunk to its tokens at a
+        """Return for every chunk, ``[tokens]``, the attention of the text after the last chunk to its tokens at a
         layer of a full prefill: softmax over chunk tokens, summed over heads and queries."""
         ids, embeds, positions, marks, deepstack, places, _ = self._layout(prompt, inputs)
         whole = DenseCache(torch.arange(len(embeds)), len(embeds))
@@ -52,7 +52,7 @@ class Oracle(StockOracle):
 
     @torch.no_grad()
     def stock_logits(self, prompt: Prompt, image_processor, images, image_token: int, counts) -> torch.Tensor:
-        """Returns the last logits of the untouched model, called as its users call it, with input ids and pixel
+        """Return the last logits of the untouched model, called as its users call it, with input ids and pixel
         values."""
         self.model.set_attn_implementation("eager")
         ids, kinds, pictures = [], [], iter(images)

@@ -20,25 +20,25 @@ AWAY = (
 
 
 def send(page, text):
-    """Asks, and waits for nothing."""
+    """Ask, and wait for nothing."""
     page.fill(BOX, text)
     page.press(BOX, "Enter")
 
 
 def ask(page, text):
-    """Asks and waits for the end of the answer."""
+    """Ask and wait for the end of the answer."""
     turns = page.locator(ANSWERED).count()
     send(page, text)
     until(page, lambda: answered(page, turns + 1))
 
 
 def answered(page, turns):
-    """Returns whether so many turns have a whole answer and the page may be asked again."""
+    """Return whether so many turns have a whole answer and the page may be asked again."""
     return page.locator(ANSWERED).count() == turns and page.locator("[aria-label=Retry]").is_enabled()
 
 
 def begin(page, text):
-    """Asks and waits until the answer is being written."""
+    """Ask and wait until the answer is being written."""
     send(page, text)
     page.wait_for_selector("[data-testid=bot]:has-text('The tower')")
 
@@ -48,12 +48,12 @@ def open_tab(page, name):
 
 
 def questions(page):
-    """Returns the questions that the page shows."""
+    """Return the questions that the page shows."""
     return [text.strip() for text in page.locator("#bot [data-testid=user]").all_inner_texts()]
 
 
 def kept(page):
-    """Returns the question and the answer of every turn that the browser has stored."""
+    """Return the question and the answer of every turn that the browser has stored."""
     return page.evaluate(
         """() => Object.keys(localStorage).filter((key) => key.startsWith('mpic-chat:'))
         .flatMap((key) => JSON.parse(localStorage[key]).turns.map((turn) => [turn.question, turn.answer.text]))"""
@@ -65,7 +65,7 @@ def upload(page, *paths):
 
 
 def add(fake, *handles, user="local"):
-    """Puts images into a user's library."""
+    """Put images into a user's library."""
     for handle in handles:
         fake.library.files.add(user, png(), f"{handle}.png", handle=handle)
 
@@ -77,7 +77,7 @@ def log_in(page, key):
 
 
 def until(page, true, steps=PATIENCE // 20):
-    """Waits until a script or a function returns something true."""
+    """Wait until a script or a function returns something true."""
     for _ in range(steps):
         if true() if callable(true) else page.evaluate(true):
             return
@@ -94,7 +94,7 @@ def focused(page):
 
 
 def tab_to(page, name, most=80, key="Tab"):
-    """Presses Tab until something has the focus."""
+    """Press Tab until something has the focus."""
     for _ in range(most):
         page.keyboard.press(key)
         if focused(page) == name:

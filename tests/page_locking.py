@@ -52,6 +52,6 @@ class HostAllocator:
 
 
 def page_locked(spare: int = 0) -> tuple[PageLocked, HostAllocator]:
-    """Returns page-locked memory over such an allocator, and the allocator."""
+    """Return page-locked memory over such an allocator, and the allocator."""
     allocator = HostAllocator()
     return PageLocked(allocator.allocate, allocator.give_back, spare), allocator

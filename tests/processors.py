@@ -38,7 +38,7 @@ PROCESSORS = {
 
 
 def hold_libraries() -> None:
-    """Holds torch and its libraries, in this process and in those that it starts, to the processor that ``VARIABLE``
+    """Hold torch and its libraries, in this process and in those that it starts, to the processor that ``VARIABLE``
     names. To be called before torch is imported.
 
     Raises:
@@ -57,14 +57,14 @@ def hold_libraries() -> None:
 
 
 def refuse_more_than_there_is() -> None:
-    """Raises pytest.UsageError if this machine cannot stand for the processor that ``VARIABLE`` names."""
+    """Raise pytest.UsageError if this machine cannot stand for the processor that ``VARIABLE`` names."""
     name = os.environ.get(VARIABLE)
     if name and (reason := why_not(name)):
         raise pytest.UsageError(f"{VARIABLE}={name}: {reason}")
 
 
 def why_not(name: str) -> str:
-    """Returns why this process cannot run what a processor does; empty if it can."""
+    """Return why this process cannot run what a processor does; empty if it can."""
     from mpic.kernels import instructions
 
     wanted = PROCESSORS[name]
@@ -75,12 +75,12 @@ def why_not(name: str) -> str:
 
 
 def needs(name: str) -> pytest.MarkDecorator:
-    """Returns a mark for what runs on no lesser processor; the end of a run counts what it left out."""
+    """Return a mark for what runs on no lesser processor; the end of a run counts what it left out."""
     return pytest.mark.skipif(bool(why_not(name)), reason=why_not(name))
 
 
 def compiled_for(*names: str) -> Callable[..., None]:
-    """Returns a fixture for a module of tests, which run once on each of some processors: kernels are chosen and built
+    """Return a fixture for a module of tests, which run once on each of some processors: kernels are chosen and built
     as there. Where torch knows neither AVX2 nor AVX-512 they run once, as on this processor."""
 
     from mpic.kernels import instructions

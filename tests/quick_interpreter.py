@@ -9,7 +9,7 @@ from triton.runtime import interpreter
 
 
 def prepare_once() -> None:
-    """Makes what the interpreter puts in place of the language stay in place until the process ends."""
+    """Make what the interpreter puts in place of the language stay in place until the process ends."""
     prepare, prepared = interpreter._patch_lang, set()
 
     def once(function: Callable) -> interpreter._LangPatchScope:

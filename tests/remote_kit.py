@@ -98,7 +98,7 @@ def folder_client(folder: Path):
 def server(
     root, client=None, seconds=PATIENCE, queue=1024, clock_remote=time.monotonic, objects=None, **options
 ):
-    """Opens the library of a server over a remote store."""
+    """Open the library of a server over a remote store."""
     objects = objects or Objects(seconds, client, clock=clock_remote)
     return Library.open(root, remote=[RemoteTier(objects, queue)], **options)
 
@@ -108,7 +108,7 @@ def tier_of(library):
 
 
 def settled(library):
-    """Waits until nothing is left to be written; returns the tier's counters."""
+    """Wait until nothing is left to be written; return the tier's counters."""
     tier = tier_of(library)
     left = lambda: tier._working or tier._uploads or tier._deletions or tier._damaged or tier._measure
     with tier._changed:

@@ -87,13 +87,13 @@ def picture(colour: str, size: tuple[int, int] = (16, 16)) -> bytes:
 
 
 def titles(shelf, text="", **options):
-    """Returns the titles that a search finds, best first."""
+    """Return the titles that a search finds, best first."""
     hits = shelf.retriever.search(Query(text, options.pop("images", ())), **options)
     return [hit.reference.title for hit in hits]
 
 
 def wait(shelf) -> bool:
-    """Waits until reindexing has ended and nothing has to be tried again; False after a minute."""
+    """Wait until reindexing has ended and nothing has to be tried again; False after a minute."""
     indexer = shelf.retriever.indexer
     ended = lambda: not (indexer._changes or indexer._catching_up or indexer._busy or indexer._retries)
     with indexer._work:
@@ -101,7 +101,7 @@ def wait(shelf) -> bool:
 
 
 def wait_for_problem(shelf, failures: int = 1) -> bool:
-    """Waits until so many batches could not be embedded; False after a minute."""
+    """Wait until so many batches could not be embedded; False after a minute."""
     end = time.monotonic() + 60
     while shelf.retriever.counters["failed_batches"] < failures:
         if time.monotonic() > end:

@@ -30,8 +30,8 @@ class SequentialSampler:
         return token, TokenLogprob(token, float(logprobs[token]), pairs)
 
     def _draw(self, logits: torch.Tensor) -> int:
-        """Keeps the ``top_k`` most likely tokens (the lower id first among equals), of those the fewest that reach
-        ``top_p``, and inverts the distribution function over the vocabulary at the request's next number."""
+        """Keep the ``top_k`` most likely tokens (the lower id first among equals), of those the fewest that reach
+        ``top_p``, and invert the distribution function over the vocabulary at the request's next number."""
         s = self.sampling
         probabilities = torch.softmax((logits.double() - float(logits.max())) / s.temperature, -1)
         if s.top_p < 1 or s.top_k:

@@ -52,7 +52,7 @@ SMALL_POOL = {"pool_bytes": POOL_PAGES * 12_288, "log_level": "warning"}
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with one token per byte, and the control tokens of a ChatML model with images."""
+    """Return a tokenizer with one token per byte, and the control tokens of a ChatML model with images."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -135,13 +135,13 @@ class Server:
         return await self.http.post("/v1/files", data=form, files={"file": file})
 
     async def uploaded(self, data=None, name="red.png", **form):
-        """Uploads a file and waits until it is compiled."""
+        """Upload a file and wait until it is compiled."""
         answer = await self.upload(data, name, **form)
         assert answer.status_code == 200, answer.text
         return await self.settled(answer.json()["id"])
 
     async def settled(self, id, kind="files"):
-        """Waits until a file, cache or reference is compiled."""
+        """Wait until a file, cache or reference is compiled."""
 
         async def compiled():
             shown = (await self.http.get(f"/v1/{kind}/{id}")).json()
@@ -187,7 +187,7 @@ async def running(app):
 
 
 async def wait_until(true, seconds=120):
-    """Waits until ``true`` returns a true value, directly or from a coroutine."""
+    """Wait until ``true`` returns a true value, directly or from a coroutine."""
     end = time.monotonic() + seconds
     while True:
         value = true()
@@ -199,7 +199,7 @@ async def wait_until(true, seconds=120):
 
 
 async def post_raw(app, path, incoming, sent, leaves=None, content_type="application/json"):
-    """Posts the pieces ``incoming`` below HTTP, then disconnects (when ``leaves`` is set, if it is given)."""
+    """Post the pieces ``incoming`` below HTTP, then disconnect (when ``leaves`` is set, if it is given)."""
     pieces = [{"type": "http.request", "body": body, "more_body": True} for body in incoming]
     if leaves is not None:
         pieces[-1]["more_body"] = False

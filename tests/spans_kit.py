@@ -215,7 +215,7 @@ def unreadable_queries(wrong: str, q: torch.Tensor, other: torch.dtype) -> torch
 
 
 def miswritten(source: Path, folder: Path, right: str, wrong: str) -> Path:
-    """Writes a C file into a folder with something wrong in it, and beside it the files that it includes."""
+    """Write a C file into a folder with something wrong in it, and beside it the files that it includes."""
     text, file = source.read_text(), folder / "wrong.c"
     assert text.count(right) == 1
     file.write_text(text.replace(right, wrong))

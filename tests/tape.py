@@ -84,7 +84,7 @@ class Tape(TorchDispatchMode):
         return Launcher()
 
     def record(self, work):
-        """Records the work and returns its result."""
+        """Record the work and return its result."""
         kept = [(module, name, getattr(module, name)) for module, name in KERNELS]
         for module, name, kernel in kept:
             setattr(module, name, self.launcher(kernel))
@@ -101,7 +101,7 @@ def _tensors(out):
 
 
 def captured(work):
-    """Replaces ``mpic.engine.native.graph_capture.GraphCapture``."""
+    """Replace ``mpic.engine.native.graph_capture.GraphCapture``."""
     work()
     tape = Tape()
     out = tape.record(work)
@@ -114,7 +114,7 @@ def captured(work):
 
 
 def captured_pieces(work):
-    """Replaces ``mpic.engine.native.graph_capture.GraphCapture.pieces``."""
+    """Replace ``mpic.engine.native.graph_capture.GraphCapture.pieces``."""
     work(lambda: None)
     tape, pieces = Tape(), []
 

@@ -34,7 +34,7 @@ def as_parts(messages):
 
 
 def stock(family, messages, **kwargs):
-    """Returns the prompt that transformers itself renders."""
+    """Return the prompt that transformers itself renders."""
     own = processor(family)
     tokenizer = getattr(own, "tokenizer", own)
     template = getattr(own, "chat_template", None) or tokenizer.chat_template or TEMPLATES[family]._source

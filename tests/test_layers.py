@@ -59,13 +59,13 @@ def sources() -> dict[str, Path]:
 
 @cache
 def trees() -> dict[str, ast.Module]:
-    """Returns every module of the package, parsed."""
+    """Return every module of the package, parsed."""
     return {name: ast.parse(path.read_text()) for name, path in sources().items()}
 
 
 @cache
 def imports() -> dict[str, set[str]]:
-    """Returns for every module our modules that it imports anywhere, for type checking, too."""
+    """Return for every module our modules that it imports anywhere, for type checking, too."""
     modules = sources()
     graph: dict[str, set[str]] = {}
     for name, path in modules.items():

@@ -32,7 +32,7 @@ def spread():
 
 
 def order_of(tests, spread):
-    """Returns the files in the order in which the process gets them."""
+    """Return the files in the order in which the process gets them."""
     given = []
     node = Mock(shutting_down=False, send_runtest_some=given.extend)
     spread.add_node(node)

@@ -33,7 +33,7 @@ sys.exit(pytest.main(["-n", "1"], plugins=[Begin()]))
 
 @pytest.fixture
 def begun():
-    """Begins a run that spreads its tests, where neither vLLM nor a browser is installed, and ends it before any
+    """Begin a run that spreads its tests, where neither vLLM nor a browser is installed, and end it before any
     process is started."""
 
     def begin(**variables):

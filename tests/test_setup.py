@@ -197,7 +197,7 @@ CUDA_BUILT = "raise OSError('Could not load this library: libthing.so')\n"
 
 
 def mended(tmp_path, monkeypatch, code):
-    """Runs ``code`` in a python whose site-packages hold packages that cannot load their libraries, and the mend."""
+    """Run ``code`` in a python whose site-packages hold packages that cannot load their libraries, and the mend."""
     mend = load(ROOT / "tools" / "mend_torchvision.py")
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"purelib": str(tmp_path)})
     broken = {"torchaudio": "OSError: Could not load this library: libthing.so"}

@@ -35,7 +35,7 @@ class World:
         return torch.randn(*shape, generator=self._generator).to(self.dtype).to(DEVICE)
 
     def fill(self, n: int, skip: int = 0) -> tuple[Span, torch.Tensor]:
-        """Returns a span of n filled tokens behind ``skip`` poisoned slots, and its
+        """Return a span of n filled tokens behind ``skip`` poisoned slots, and its
         ``[layers, 2, kv_heads, n, head_dim]`` by value."""
         span = self.reserve(n, skip)
         data = self.random(LAYERS, 2, self.geometry.kv_heads, n, self.geometry.dim)
@@ -52,7 +52,7 @@ class World:
         return Span(Strides(origin, 2 * heads * size * dim, heads * size * dim, size * dim), skip, total)
 
     def slots(self, span: Span) -> torch.Tensor:
-        """Returns the arena indices of every element, ``[layers, 2, kv_heads, n, head_dim]``."""
+        """Return the arena indices of every element, ``[layers, 2, kv_heads, n, head_dim]``."""
         dim, heads, source = self.geometry.dim, self.geometry.kv_heads, span.source
         start = source.origin + torch.arange(span.lo, span.hi) * dim
         layer = torch.arange(LAYERS).view(-1, 1, 1, 1, 1) * source.layer

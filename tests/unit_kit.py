@@ -44,7 +44,7 @@ int configured(int threads) {
 
 
 def configured_threads(folder: Path, count: int) -> int:
-    """Returns in how many of torch's threads the unit has a configuration.
+    """Return in how many of torch's threads the unit has a configuration.
 
     Args:
         folder: for a file that is compiled.

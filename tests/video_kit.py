@@ -110,7 +110,7 @@ def video_family(name: str) -> Family:
 
 
 def save_video_model(folder: Path, name: str = "qwen2_5_vl") -> Path:
-    """Writes a family's model as ``from_pretrained`` wants it."""
+    """Write a family's model as ``from_pretrained`` wants it."""
     model, processor = make_video_model(name)
     model.generation_config.eos_token_id = processor.tokenizer.eos_token_id
     model.save_pretrained(folder)
@@ -125,7 +125,7 @@ def stock_inputs(
     clips: list[list[Image.Image]],
     rate: float,
 ) -> dict[str, torch.Tensor]:
-    """Returns the inputs that a stock processor makes of a conversation whose clips have ``rate`` frames a second. It
+    """Return the inputs that a stock processor makes of a conversation whose clips have ``rate`` frames a second. It
     is given all frames and samples them itself."""
     text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     metadata = [VideoMetadata(total_num_frames=len(c), fps=rate, duration=len(c) / rate) for c in clips]

@@ -89,12 +89,12 @@ class Bench:
         return self.library.store.path(self.engine.compiler.key(chunk, wrapping))
 
     def native(self) -> Any:
-        """Returns a native engine on the same library."""
+        """Return a native engine on the same library."""
         config = EngineConfig(model=self.config.model, dtype="float32", pool_bytes=1 << 28)
         return load_engine(config, self.library.store)[0]
 
     def compiled(self, engine: Any, chunk: Chunk, wrapping: Wrapping) -> tuple[ChunkInputs, torch.Tensor]:
-        """Returns what an engine writes for a chunk without a file: inputs, KV [layers, 2, heads, tokens, head_dim]."""
+        """Return what an engine writes for a chunk without a file: inputs, KV [layers, 2, heads, tokens, head_dim]."""
         key = self.engine.compiler.key(chunk, wrapping)
         drop(self.library.store, key, self.library.catalog)
         engine.forget(chunk)
@@ -109,7 +109,7 @@ class Bench:
 
 
 def compile_the_same(bench: Bench, native: Any, wrapping: Wrapping) -> None:
-    """Checks that both engines write the same for an image and for a text."""
+    """Check that both engines write the same for an image and for a text."""
     for chunk in bench.prompt("IMAGE#MAP7 FILE#VERA What?").chunks:
         (a, kv_a), (b, kv_b) = (bench.compiled(engine, chunk, wrapping) for engine in (bench.engine, native))
         torch.testing.assert_close(kv_a, kv_b, atol=2e-4, rtol=1e-4)
@@ -124,7 +124,7 @@ def idle(bench: Bench) -> None:
 
 
 def of(bench: Bench, *parts) -> Prompt:
-    """Returns a prompt in which texts are the request's own and chunks are linked."""
+    """Return a prompt in which texts are the request's own and chunks are linked."""
     encode = bench.template.tokenizer.encode
     text = lambda part: TextSegment(tuple(encode(part, add_special_tokens=False)))
     return Prompt(tuple(ChunkSegment(part) if isinstance(part, Chunk) else text(part) for part in parts))
@@ -141,7 +141,7 @@ def damage(path: Path) -> None:
 
 
 def lost(bench, question, how, policy="legolink-0"):
-    """Returns a question about a chunk whose file was stored and is lost, and the reason that will be given."""
+    """Return a question about a chunk whose file was stored and is lost, and the reason that will be given."""
     wrapping = parse_policy(policy).wrapping
     # one that nobody has read yet, because the scheduler keeps in memory what it has read
     own = lambda part: (

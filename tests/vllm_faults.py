@@ -21,7 +21,7 @@ _linkers: list[Linker] = []  # the one that stays
 
 
 def small_linker(files: Path) -> Linker:
-    """Returns an engine with host memory for one request's chunks at a time. It stays for the next file that wants it.
+    """Return an engine with host memory for one request's chunks at a time. It stays for the next file that wants it.
 
     Args:
         files: the folder for chunk files, if it has to be started.
@@ -45,7 +45,7 @@ def small_linker(files: Path) -> Linker:
 
 
 def serves_the_next(linker: Linker) -> None:
-    """Checks that the engine answers the next request and holds nothing of earlier ones."""
+    """Check that the engine answers the next request and holds nothing of earlier ones."""
     (answer,) = linker.run(*zip(linker.link(BOTH, "mpic-4")))
     assert_close(answer, linker.expected(BOTH, "mpic-4"))
     scheduler = kit.settle(linker.llm)

@@ -96,7 +96,7 @@ def is_qwen_vl(name: str) -> bool:
 
 
 def image_ids(name: str) -> list[int]:
-    """Returns an image in a prompt of ids, before vLLM or the processor widens it."""
+    """Return an image in a prompt of ids, before vLLM or the processor widens it."""
     return list(IMAGE_PADS) if is_qwen_vl(name) else [IMAGE_TOKEN]
 
 
@@ -108,7 +108,7 @@ def _root() -> Path:
 
 
 def checkpoint(name: str, seed: int = 0, layers: int = 3) -> Path:
-    """Returns the folder of a family's tiny model, which is made once a process and removed at its end.
+    """Return the folder of a family's tiny model, which is made once a process and removed at its end.
 
     Args:
         name: one of ``FAMILIES``.
@@ -131,7 +131,7 @@ def checkpoint(name: str, seed: int = 0, layers: int = 3) -> Path:
 
 
 def make_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with one token per byte from id 10 on. Lower ids are the control tokens of ``families.py``,
+    """Return a tokenizer with one token per byte from id 10 on. Lower ids are the control tokens of ``families.py``,
     higher ones unused words."""
     image = "<|image_pad|>" if is_qwen_vl(name) else "<image>"
     control = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", image]
@@ -227,7 +227,7 @@ def look_at(architecture: str) -> None:
 
 
 def drop(llm: LLM) -> None:
-    """Frees an in-process engine, so that another one can start."""
+    """Free an in-process engine, so that another one can start."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     llm.llm_engine.engine_core.shutdown()
@@ -257,7 +257,7 @@ def generate(
     tokens: int = 8,
     params: Sequence[dict[str, Any] | None] | None = None,
 ) -> list[GreedyAnswer]:
-    """Returns the greedy answers to a batch.
+    """Return the greedy answers to a batch.
 
     Args:
         prompts: as vLLM takes them (``prompt_token_ids``, ``multi_modal_data``, ``cache_salt``).
@@ -274,8 +274,8 @@ def generate(
 
 
 def settle(llm: LLM) -> Any:
-    """Lets an engine in this process step until it holds nothing more for requests that have ended, such as the blocks
-    of chunks that are still read; returns its scheduler."""
+    """Let an engine in this process step until it holds nothing more for requests that have ended, such as the blocks
+    of chunks that are still read; return its scheduler."""
     core = llm.llm_engine.engine_core.engine_core
     while core.scheduler.has_requests():
         core.step()
@@ -297,13 +297,13 @@ def _answer(output: Any) -> GreedyAnswer:
 
 @functools.cache
 def stock(name: str, seed: int = 0) -> tuple[nn.Module, Any]:
-    """Returns the checkpoint in plain transformers and its processor (None for text). Tests share it, and ``Oracle``
+    """Return the checkpoint in plain transformers and its processor (None for text). Tests share it, and ``Oracle``
     changes it."""
     return load_stock(name, seed)
 
 
 def load_stock(name: str, seed: int = 0) -> tuple[nn.Module, Any]:
-    """Returns the same, unshared."""
+    """Return the same, unshared."""
     folder = checkpoint(name, seed)
     auto = AutoModelForImageTextToText if name in VISION else AutoModelForCausalLM
     model = auto.from_pretrained(folder, dtype=torch.float32).eval()
@@ -314,7 +314,7 @@ def load_stock(name: str, seed: int = 0) -> tuple[nn.Module, Any]:
 def expected(
     name: str, prompt: Sequence[int], images: Sequence[Image.Image] = (), tokens: int = 8
 ) -> GreedyAnswer:
-    """Returns the greedy answer of plain transformers.
+    """Return the greedy answer of plain transformers.
 
     Args:
         prompt: ids with as many image tokens as the images have (``GreedyAnswer.prompt``).
@@ -333,7 +333,7 @@ def expected(
 
 
 def assert_as_transformers(llm: LLM, name: str) -> None:
-    """Checks that an engine gives what plain transformers gives for a prompt, with images if the family has them."""
+    """Check that an engine gives what plain transformers gives for a prompt, with images if the family has them."""
     if name in VISION:
         images, picture = [random_image(1), random_image(2, 72, 40)], image_ids(name)
         prompt = [1, *ids(1, 9), *picture, *ids(2, 7), *picture, *ids(3, 12)]

@@ -32,7 +32,7 @@ _numbers = itertools.count()
 
 
 def random_adapter(name: str) -> Adapter:
-    """Returns an adapter of 5 and 3 tokens, as large as a family's embeddings."""
+    """Return an adapter of 5 and 3 tokens, as large as a family's embeddings."""
     table = kit.stock(name)[0].get_input_embeddings().weight.detach()
     soft = torch.randn(8, table.shape[1], generator=torch.Generator().manual_seed(5)) * table.std()
     return Adapter(soft[:5], soft[5:], "0" * 64)
@@ -89,11 +89,11 @@ class Linker:
         self._expected: dict[tuple[Prompt, str, int], tuple[list[int], torch.Tensor]] = {}
 
     def wrapped(self, ids: Sequence[int], wrapping: Wrapping) -> list[int]:
-        """Returns the ids of a chunk as prompts have them."""
+        """Return the ids of a chunk as prompts have them."""
         return list(packet_ids(ids, *self.adapter.lengths)) if wrapping.packet else list(ids)
 
     def compiled(self, chunk: Chunk, wrapping: Wrapping = BARE) -> tuple[ChunkInputs, torch.Tensor]:
-        """Returns a chunk's inputs and KV as vLLM computes them."""
+        """Return a chunk's inputs and KV as vLLM computes them."""
         from mpic.engine.vllm.frontend.compiled import read_compiled
 
         order, start = CompileOrder(f"compile-{next(_numbers)}", wrapping.sink), [BOS] * wrapping.sink
@@ -108,13 +108,13 @@ class Linker:
         return read_compiled(self.files / order.folder)
 
     def file(self, chunk: Chunk, wrapping: Wrapping = BARE) -> tuple[ChunkInputs, tuple[str, str]]:
-        """Returns a chunk's inputs, and the path and key of its file, which is made once."""
+        """Return a chunk's inputs, and the path and key of its file, which is made once."""
         if (chunk.key, wrapping) not in self._made:
             self._made[chunk.key, wrapping] = self.save(chunk, *self.compiled(chunk, wrapping), wrapping)
         return self._made[chunk.key, wrapping]
 
     def stored(self, chunk: Chunk, wrapping: Wrapping = BARE) -> tuple[ChunkInputs, torch.Tensor]:
-        """Returns a chunk's inputs and KV as its file has them."""
+        """Return a chunk's inputs and KV as its file has them."""
         inputs, (name, _) = self.file(chunk, wrapping)
         file = ChunkFile(self.files / name)
         kv = torch.empty(file.shape.extent(len(inputs)))
@@ -124,7 +124,7 @@ class Linker:
     def save(
         self, chunk: Chunk, inputs: ChunkInputs, kv: torch.Tensor, wrapping: Wrapping = BARE
     ) -> tuple[ChunkInputs, tuple[str, str]]:
-        """Writes a chunk's file."""
+        """Write a chunk's file."""
         packet = self.adapter.digest if wrapping.packet else ""
         key = KVKey(chunk.owner, chunk.key, MODEL, Recipe("float32", sink=wrapping.sink, packet=packet))
         path = f"{next(_numbers)}-{key.digest[:8]}.kv"
@@ -132,7 +132,7 @@ class Linker:
         return inputs, (path, key.digest)
 
     def order(self, prompt: Prompt, policy_text: str, files: dict[int, tuple[str, str]] | None = None):
-        """Returns token ids, order and chunk inputs of a prompt.
+        """Return token ids, order and chunk inputs of a prompt.
 
         Args:
             files: path and key to use instead for a chunk, by its number.
@@ -156,7 +156,7 @@ class Linker:
         return ids, make_link_order(make_plan(shapes, policy), names), inputs
 
     def link(self, prompt: Prompt, policy: str, salt: str | None = None, **changes: Any) -> tuple[dict, dict]:
-        """Returns a prompt and its ``kv_transfer_params`` for ``run``."""
+        """Return a prompt and its ``kv_transfer_params`` for ``run``."""
         ids, order, _ = self.order(prompt, policy, **changes)
         return {"prompt_token_ids": ids, "cache_salt": salt or f"salt-{next(_numbers)}"}, order.params()
 
@@ -172,7 +172,7 @@ class Linker:
         tokens: int = TOKENS,
         **settings: Any,
     ) -> list[ReportedAnswer]:
-        """Runs prompts and returns the answers with the connector's reports."""
+        """Run prompts and return the answers with the connector's reports."""
         from vllm import SamplingParams
 
         settings |= {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
@@ -189,7 +189,7 @@ class Linker:
     def expected(
         self, prompt: Prompt, policy_text: str, tokens: int = TOKENS
     ) -> tuple[list[int], torch.Tensor]:
-        """Returns the oracle's greedy ids and the log-distribution of the first."""
+        """Return the oracle's greedy ids and the log-distribution of the first."""
         if (prompt, policy_text, tokens) not in self._expected:
             self._expected[prompt, policy_text, tokens] = self._ask_oracle(prompt, policy_text, tokens)
         return self._expected[prompt, policy_text, tokens]
@@ -210,7 +210,7 @@ def assert_close(answer: kit.GreedyAnswer, expected: tuple[list[int], torch.Tens
 
 
 def replaced(order: LinkOrder, chunk: int, **fields: Any) -> LinkOrder:
-    """Returns an order in which fields of one ``ChunkRef`` are replaced."""
+    """Return an order in which fields of one ``ChunkRef`` are replaced."""
     refs = list(order.chunks)
     refs[chunk] = ChunkRef(**{**refs[chunk]._asdict(), **fields})
     return LinkOrder(order.length, order.extent, order.rows, tuple(refs))

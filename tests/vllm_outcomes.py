@@ -24,19 +24,19 @@ class Outcomes:
         self._incomplete: set[str] = set()
 
     def family(self, test: str) -> str | None:
-        """Returns the family that a test is of, if its outcome says something of all of it."""
+        """Return the family that a test is of, if its outcome says something of all of it."""
         path, _, name = test.partition("::")
         of = name.partition("[")[2].rstrip("]")
         named = [family for family in self._kinds if of == family or of.startswith(f"{family}-")]
         return named[0] if named and path.endswith(FILES) else None
 
     def leave_out(self, test: str) -> None:
-        """Notes that a test will not run, so that nothing good can be said of its family."""
+        """Note that a test will not run, so that nothing good can be said of its family."""
         if (family := self.family(test)) is not None:
             self._incomplete.add(family)
 
     def add(self, test: str, outcome: str) -> None:
-        """Notes how a part of a test ended: ``passed``, ``failed`` or ``skipped``."""
+        """Note how a part of a test ended: ``passed``, ``failed`` or ``skipped``."""
         family = self.family(test)
         if family is None:
             return
@@ -48,7 +48,7 @@ class Outcomes:
             self._passed.setdefault(family, set()).add(test.partition("::")[0].rpartition("/")[2])
 
     def rows(self) -> Iterable[Row]:
-        """Returns the rows of families of which a test failed, or of which all tests ran and passed."""
+        """Return the rows of families of which a test failed, or of which all tests ran and passed."""
         for family, kind in self._kinds.items():
             if family in self._failed:
                 yield Row(family, kind, "failed", self._failed[family])

@@ -66,7 +66,7 @@ class Stub(LoopThread):
 
 @contextmanager
 def stubbed_engine(monkeypatch) -> Iterator[module.VLLMEngine]:
-    """Makes an engine over a ``Stub``, whose compiles all give ``CHUNK``, and closes it."""
+    """Make an engine over a ``Stub``, whose compiles all give ``CHUNK``, and close it."""
     shape = KVShape(3, 2, 4)
     ends = (shape, frozenset(), 1, None, make_tokenizer("llama"), Expected(shape, torch.float32, 8, 0))
     model = ModelDescription("m", "llama", "a1" * 32, "p", "float32", 1024, *ends)

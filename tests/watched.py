@@ -13,7 +13,7 @@ from typing import Any
 
 @contextmanager
 def opened(folder: Path) -> Iterator[list[str]]:
-    """Yields the list of files below a folder that this process opens inside the block."""
+    """Yield the list of files below a folder that this process opens inside the block."""
     seen: list[str] = []
 
     def told(real: Callable) -> Callable:

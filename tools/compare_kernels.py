@@ -29,7 +29,7 @@ LIMIT = 1.02
 
 
 def cases() -> dict[str, Callable[[], object]]:
-    """Returns the measurements of this process's tree: each computes one layer once.
+    """Return the measurements of this process's tree: each computes one layer once.
 
     Shapes: 12 heads of 64 dimensions, and 12 query heads over 4 KV heads where it says *grouped*.
     """
@@ -91,7 +91,7 @@ def cases() -> dict[str, Callable[[], object]]:
 
 
 def child() -> None:
-    """Answers ``CASE COUNT`` lines on standard input with the seconds that one call took, the mean of COUNT."""
+    """Answer ``CASE COUNT`` lines on standard input with the seconds that one call took, the mean of COUNT."""
     known = cases()
     print(json.dumps(list(known)), flush=True)
     for line in sys.stdin:
@@ -140,7 +140,7 @@ class Tree:
 
 
 def compare(before: Tree, now: Tree, cases: list[str], rounds: int) -> list[dict[str, object]]:
-    """Returns a row per case: microseconds of both, and the median of the ratios of neighbouring measurements."""
+    """Return a row per case: microseconds of both, and the median of the ratios of neighbouring measurements."""
     rows: list[dict[str, object]] = []
     for case in cases:
         count = max(1, int(0.02 / max(before.seconds(case, 2), now.seconds(case, 2))))

@@ -71,7 +71,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def chosen(names: str, file: Path) -> list:
-    """Returns the sections to run: the named ones, or all that have not succeeded in the file. Those about the machine
+    """Return the sections to run: the named ones, or all that have not succeeded in the file. Those about the machine
     run each time, since it may have changed.
 
     Raises:
@@ -94,7 +94,7 @@ def chosen(names: str, file: Path) -> list:
 
 
 def start(options: argparse.Namespace) -> None:
-    """Writes the facts about this run, and prints what is missing.
+    """Write the facts about this run, and print what is missing.
 
     Raises:
         SystemExit: the file belongs to another device, GPU or size, and its rows could not be distinguished from this
@@ -131,7 +131,7 @@ def start(options: argparse.Namespace) -> None:
 
 
 def prepare(device: str) -> None:
-    """Makes the settings that must be in place before torch or Triton is imported."""
+    """Make the settings that must be in place before torch or Triton is imported."""
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -176,7 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def warm_up() -> None:
-    """Imports the modules that forked sections share. A section reports missing modules itself."""
+    """Import the modules that forked sections share. A section reports missing modules itself."""
     for name in ("mpic_lab.gpu.context", "mpic_lab.gpu.first_tokens", "mpic.library"):
         try:
             importlib.import_module(name)

@@ -54,7 +54,7 @@ class _Finder:
 
 
 def install_hook():
-    """Installs the hook. The `.pth` file calls it when python starts: it is cheap and imports nothing."""
+    """Install the hook. The `.pth` file calls it when python starts: it is cheap and imports nothing."""
     if not any(type(finder).__name__ == _Finder.__name__ for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
@@ -65,7 +65,7 @@ def _load_torchvision(plain, module, origin):
 
 
 def _load_torchaudio_utils(plain, module, origin):
-    """Treats a library that cannot be loaded as one that does not exist."""
+    """Treat a library that cannot be loaded as one that does not exist."""
     plain(module)
     load = module._load_lib
 
@@ -93,7 +93,7 @@ _WRAPPERS = {
 
 
 def declare_operators(torchvision_init):
-    """Declares the `torchvision::` schemas that the package's python files register something for."""
+    """Declare the `torchvision::` schemas that the package's python files register something for."""
     import re
     from pathlib import Path
 
@@ -120,7 +120,7 @@ def declare_operators(torchvision_init):
 
 
 def _import_error(name, hooked):
-    """Returns what `import NAME` says in a new python, with or without our hook; None when it works."""
+    """Return what `import NAME` says in a new python, with or without our hook; None when it works."""
     import subprocess
 
     code = f"import {name}"
@@ -132,7 +132,7 @@ def _import_error(name, hooked):
 
 
 def _is_mended(name, error):
-    """Returns whether a hooked import had the intended result, which for torchcodec is an ImportError."""
+    """Return whether a hooked import had the intended result, which for torchcodec is an ImportError."""
     return error is None or (name == "torchcodec" and "ImportError: torchcodec does not fit" in error)
 
 

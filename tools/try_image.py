@@ -35,7 +35,7 @@ which the others end."""
 
 
 def buildah(*words: object, **options: object) -> str:
-    """Runs buildah and returns its output. Raises subprocess.CalledProcessError."""
+    """Run buildah and return its output. Raise subprocess.CalledProcessError."""
     command = ["buildah", *map(str, STORE), *map(str, words)]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, **options).stdout.strip()
 
@@ -48,7 +48,7 @@ def install_tools() -> None:
 
 
 def make_base(base: str) -> None:
-    """Makes an image ``debian:SUITE-slim`` from Debian's packages, once. Ends the script if the base is a different
+    """Make an image ``debian:SUITE-slim`` from Debian's packages, once. End the script if the base is a different
     one."""
     image = f"docker.io/library/{base}"
     if image in buildah("images", "--format", "{{.Name}}:{{.Tag}}").split():
@@ -68,13 +68,13 @@ def make_base(base: str) -> None:
 
 
 def base_of(options: list[str]) -> str:
-    """Returns the base that the options or the Dockerfile name."""
+    """Return the base that the options or the Dockerfile name."""
     text = (ROOT / "deploy/Dockerfile").read_text(encoding="utf-8") + "\n".join(options)
     return re.findall(r"\bBASE=(\S+)", re.sub(r"^#.*", "", text, flags=re.MULTILINE))[-1]
 
 
 def attempt(image: str) -> None:
-    """Runs the image's entrypoint, command and health check as its user. Raises subprocess.CalledProcessError or
+    """Run the image's entrypoint, command and health check as its user. Raise subprocess.CalledProcessError or
     AssertionError."""
     config = json.loads(buildah("inspect", "--type", "image", image))["Docker"]["config"]
     mpic, command, probe = config["Entrypoint"], config["Cmd"], config["Healthcheck"]["Test"][1:]
@@ -106,7 +106,7 @@ def attempt(image: str) -> None:
 
 
 def server_process(pid: int) -> int:
-    """Returns the container's process, which is a child of buildah's processes; ending those directly would kill it."""
+    """Return the container's process, which is a child of buildah's processes; ending those directly would kill it."""
     while not Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"/opt/mpic/"):
         threads = Path(f"/proc/{pid}/task").glob("*/children")
         pid = int("".join(thread.read_text() for thread in threads).split()[0])

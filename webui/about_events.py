@@ -25,7 +25,7 @@ PATH_OR_HUB_ID`."""
 
 @told
 async def load(settings: Any, request: gr.Request) -> tuple[Any, ...]:
-    """Fills in the page: its user, the store, the pickers with the user's own choices, and what the model knows."""
+    """Fill in the page: its user, the store, the pickers with the user's own choices, and what the model knows."""
     visitor = visitor_of(request)
     client = visitor.client
     health = await client.health()
@@ -87,7 +87,7 @@ def _policy_label(one: dict[str, Any]) -> str:
 
 
 def _welcome(model: Any) -> str:
-    """Returns what the model knows, and the sample questions about it."""
+    """Return what the model knows, and the sample questions about it."""
     context = f"{model.context_length:,} tokens of context"
     kinds = "texts and images" if "image" in model.modalities else "texts only"
     knows = (
@@ -133,7 +133,7 @@ def _policy_table(menu: list[dict[str, Any]]) -> str:
 
 @told
 async def keep(settings: Any, request: gr.Request, *values: Any) -> Any:
-    """Returns the settings that the browser keeps, with those of this user as they are now."""
+    """Return the settings that the browser keeps, with those of this user as they are now."""
     if values[0] is None:  # the page is not filled in yet
         return gr.skip()
     known = settings if isinstance(settings, dict) else {}
@@ -142,7 +142,7 @@ async def keep(settings: Any, request: gr.Request, *values: Any) -> Any:
 
 @told
 async def savings(days: int, scope: str, price: float, request: gr.Request) -> tuple[Any, Any, Any]:
-    """Returns the sums, the bars of each day, and what was never reused."""
+    """Return the sums, the bars of each day, and what was never reused."""
     import pandas
 
     found = await client_of(request).savings(days=int(days), scope=scope)
@@ -158,7 +158,7 @@ async def savings(days: int, scope: str, price: float, request: gr.Request) -> t
 
 @told
 async def figures(request: gr.Request) -> str:
-    """Returns the server's figures, for administrators."""
+    """Return the server's figures, for administrators."""
     if visitor_of(request).role != "admin":
         raise Forbidden("this needs a key with the role admin")
     found = live.figures(await client_of(request).metrics())

@@ -33,7 +33,7 @@ FONT = ["system-ui", "sans-serif"]
 
 
 def mounted(uploads: Uploads) -> tuple[FastAPI, gr.Blocks]:
-    """Returns the app, as the last route of an application that starts and ends it."""
+    """Return the app, as the last route of an application that starts and ends it."""
     blocks = build(uploads)
     blocks.queue(api_open=False, max_size=WAITING, default_concurrency_limit=None)
     blocks.state_session_capacity = WAITING
@@ -61,7 +61,7 @@ def mounted(uploads: Uploads) -> tuple[FastAPI, gr.Blocks]:
 
 
 def _user(request: Request) -> str | None:
-    """Returns the user whom the gate has let in."""
+    """Return the user whom the gate has let in."""
     visitor = getattr(request.state, "visitor", None)
     return visitor and visitor.user
 
@@ -78,7 +78,7 @@ STORE = (
 
 
 def build(uploads: Uploads) -> gr.Blocks:
-    """Returns the page, with its events."""
+    """Return the page, with its events."""
     chat, library = ChatEvents(uploads), LibraryEvents(uploads)
     with gr.Blocks(title="MPIC", analytics_enabled=False, fill_height=True) as page:
         settings = gr.BrowserState(

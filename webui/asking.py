@@ -28,7 +28,7 @@ ADVICE = {
 
 
 async def own_files(client: AsyncMPIC) -> list[File]:
-    """Returns the files of a user, newest first, at most ``FILES``."""
+    """Return the files of a user, newest first, at most ``FILES``."""
     return list((await client.files.list(limit=FILES)).data)
 
 
@@ -37,7 +37,7 @@ def by_handle(files: list[File]) -> dict[str, File]:
 
 
 async def add_file(client: AsyncMPIC, sent: Sent, handle: str | None = None) -> File:
-    """Adds a file to the library under a handle that is free: the stem of its name, or that with a number.
+    """Add a file to the library under a handle that is free: the stem of its name, or that with a number.
 
     Raises:
         MPICError: the server refuses it.
@@ -62,13 +62,13 @@ def mention(file: File) -> str:
 
 
 def named_files(text: str, files: dict[str, File]) -> dict[str, str]:
-    """Returns the handles in a text, in capitals, that files have now, with the ids of these files."""
+    """Return the handles in a text, in capitals, that files have now, with the ids of these files."""
     names = (_name(match[2], files) for match in HANDLE.finditer(text))
     return {name: files[name].id for name in names if name in files}
 
 
 def with_handles_of_now(turn: StoredTurn, files: dict[str, File]) -> str:
-    """Returns the question of an earlier turn with the handles that its files have now. A file that is gone leaves its
+    """Return the question of an earlier turn with the handles that its files have now. A file that is gone leaves its
     plain name, because the server refuses its handle, or another file has it by now."""
     handles = {file.id: name for name, file in files.items()}
 
@@ -83,7 +83,7 @@ def with_handles_of_now(turn: StoredTurn, files: dict[str, File]) -> str:
 
 
 def _name(word: str, known: Any) -> str:
-    """Returns the handle in a word, in capitals: a full stop or hyphen after it ends the sentence, as in the API."""
+    """Return the handle in a word, in capitals: a full stop or hyphen after it ends the sentence, as in the API."""
     name = word.upper()
     while name not in known and name.endswith((".", "-")):
         name = name[:-1]
@@ -93,7 +93,7 @@ def _name(word: str, known: Any) -> str:
 def messages(
     chat: StoredChat, asked: StoredTurn, wishes: Wishes, files: dict[str, File]
 ) -> list[dict[str, Any]]:
-    """Returns the conversation up to a turn, as the API takes it."""
+    """Return the conversation up to a turn, as the API takes it."""
     found = [{"role": "system", "content": wishes.system}] if wishes.system else []
     for turn in chat.turns:
         if turn.at < asked.at and turn.answer.text and turn.answer.state != "failed":
@@ -103,7 +103,7 @@ def messages(
 
 
 def options(wishes: Wishes) -> dict[str, Any]:
-    """Returns the options of a chat completion. A press has no effect under a policy that reads no compiled chunk, and
+    """Return the options of a chat completion. A press has no effect under a policy that reads no compiled chunk, and
     is refused with it, so it is left out there."""
     try:
         policy = named_policy(wishes.policy) if wishes.policy else None
@@ -125,7 +125,7 @@ def options(wishes: Wishes) -> dict[str, Any]:
 async def answer(
     client: AsyncMPIC, chat: StoredChat, turn: StoredTurn, run: StoredAnswer
 ) -> AsyncGenerator[None, None]:
-    """Fills in a run of a turn; yields whenever it is to be shown. Closing the iterator ends the server's work."""
+    """Fill in a run of a turn; yield whenever it is to be shown. Closing the iterator ends the server's work."""
     shown = time.monotonic()
     try:
         files = by_handle(await own_files(client))

@@ -34,7 +34,7 @@ in place, and a browser that is slower than the answer would find nothing where 
 
 
 def messages(page: OpenChat) -> list[dict[str, Any]]:
-    """Returns the turns of a chat as Gradio's chatbot shows them."""
+    """Return the turns of a chat as Gradio's chatbot shows them."""
     found: list[dict[str, Any]] = []
     for turn in page.chat.turns:
         found.append({"role": "user", "content": turn.question})
@@ -52,7 +52,7 @@ def messages(page: OpenChat) -> list[dict[str, Any]]:
 
 
 def wishes(*values: Any) -> Wishes:
-    """Returns the options that the pickers and the settings show. Raises BadRequest if one cannot be."""
+    """Return the options that the pickers and the settings show. Raise BadRequest if one cannot be."""
     try:
         return Wishes(
             **{name: value for name, value in zip(Wishes.model_fields, values) if value is not None}
@@ -63,7 +63,7 @@ def wishes(*values: Any) -> Wishes:
 
 
 def question(text: str) -> dict[str, Any]:
-    """Returns the value of the box with this text."""
+    """Return the value of the box with this text."""
     return {"text": text, "files": []}
 
 
@@ -141,7 +141,7 @@ class ChatEvents:
 
     @asynccontextmanager
     async def _one_at_a_time(self, request: gr.Request) -> AsyncGenerator[Answering, None]:
-        """Wait for an answer that is being stopped. Raises Conflict if one is being written."""
+        """Wait for an answer that is being stopped. Raise Conflict if one is being written."""
         session = str(request.session_hash)
         while before := self._answering.get(session):
             if not before.stopping:
@@ -199,7 +199,7 @@ class ChatEvents:
     async def _edit(
         self, client: AsyncMPIC, page: OpenChat, wanted: dict[str, Any], pickers: tuple[Any, ...]
     ) -> AsyncGenerator[Shown, None]:
-        """Asks a question in other words."""
+        """Ask a question in other words."""
         index = wanted.get("index")
         number = index[0] if isinstance(index, list | tuple) and index else index
         turn = _turn_at(page, number)
@@ -237,12 +237,12 @@ class ChatEvents:
 
     @told
     async def take(self, value: Any, request: gr.Request) -> dict[str, Any]:
-        """Adds the files in the box to the library, and writes their handles into the question."""
+        """Add the files in the box to the library, and write their handles into the question."""
         text = await self._with_files(client_of(request), value, request)
         return question(text)
 
     async def _with_files(self, client: AsyncMPIC, value: Any, request: gr.Request) -> str:
-        """Returns the text of the box with the handles of the files in it, which are in the library then."""
+        """Return the text of the box with the handles of the files in it, which are in the library then."""
         text, sent = box(value, self._uploads, request)
         mentions = [mention(await add_file(client, one)) for one in sent]
         return " ".join([*(m for m in mentions if m not in text), text]) if mentions else text
@@ -281,7 +281,7 @@ class ChatEvents:
         yield drawn(page, False, asked)
 
     async def _prepare(self, client: AsyncMPIC, id: str) -> str:
-        """Adds the files of a sample question, waits until they are compiled, and returns the question."""
+        """Add the files of a sample question, wait until they are compiled, and return the question."""
         model = (await client.models.list())[0].id
         sample = next((one for one in samples(model) if one.id == id), None)
         if sample is None:
@@ -301,7 +301,7 @@ class ChatEvents:
 
 
 def box(value: Any, uploads: Uploads, request: gr.Request) -> tuple[str, list[Sent]]:
-    """Returns the text in the box of the question, and the uploads that it names; none is opened yet.
+    """Return the text in the box of the question, and the uploads that it names; none is opened yet.
 
     Raises:
         BadRequest: it is no value of the box.
@@ -313,7 +313,7 @@ def box(value: Any, uploads: Uploads, request: gr.Request) -> tuple[str, list[Se
 
 
 def sent_files(value: Any, uploads: Uploads, request: gr.Request) -> list[Sent]:
-    """Returns the uploads that a value of a file component names. Raises as ``box``."""
+    """Return the uploads that a value of a file component names. Raise as ``box``."""
     files = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(file, dict) for file in files):
         raise BadRequest("files are objects with a path", param="files")
@@ -322,7 +322,7 @@ def sent_files(value: Any, uploads: Uploads, request: gr.Request) -> list[Sent]:
 
 
 def title(text: str) -> str:
-    """Returns the title of a chat that begins with a question."""
+    """Return the title of a chat that begins with a question."""
     plain = MENTIONS.sub("", " ".join(text.split()))
     return f"{plain[: TITLE - 1]}…" if len(plain) > TITLE else plain
 
@@ -334,7 +334,7 @@ def _last(chat: StoredChat) -> StoredTurn:
 
 
 def _turn_at(page: OpenChat, index: Any) -> StoredTurn:
-    """Returns the turn whose question is a message of the chatbot. Raises BadRequest."""
+    """Return the turn whose question is a message of the chatbot. Raise BadRequest."""
     at = 0
     for turn in page.chat.turns:
         if at == index:

@@ -138,7 +138,7 @@ class StoredChat(Part):
     removed: dict[str, int] = {}
 
     def turn(self, id: str) -> StoredTurn:
-        """Returns a turn. Raises BadRequest if there is none of this id."""
+        """Return a turn. Raise BadRequest if there is none of this id."""
         found = next((turn for turn in self.turns if turn.id == id), None)
         if found is None:
             raise BadRequest("this turn is no longer in the chat", param="turn")
@@ -168,7 +168,7 @@ class OpenChat(Part):
 
 
 def open_chat(value: Any) -> OpenChat:
-    """Returns the value that a browser has sent. Raises BadRequest if it is none."""
+    """Return the value that a browser has sent. Raise BadRequest if it is none."""
     try:
         return OpenChat.model_validate(value)
     except pydantic.ValidationError as error:

@@ -15,7 +15,7 @@ from mpic.webui.visitors import Visitor
 
 
 def visitor_of(request: gr.Request) -> Visitor:
-    """Returns the visitor whom the gate has found."""
+    """Return the visitor whom the gate has found."""
     assert request.request is not None  # Gradio leaves it out only of events without a browser
     return request.request.state.visitor
 
@@ -25,12 +25,12 @@ def client_of(request: gr.Request) -> AsyncMPIC:
 
 
 def given(event: gr.EventData) -> dict[str, Any]:
-    """Returns the data of a button in HTML, which can be anything."""
+    """Return the data of a button in HTML, which can be anything."""
     return event._data if isinstance(event._data, dict) else {}
 
 
 def told(act: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes an event show its errors to the user: ours as they are, all others as an internal error."""
+    """Make an event show its errors to the user: ours as they are, all others as an internal error."""
 
     def shown(error: Exception) -> gr.Error:
         known = as_mpic_error(error)
@@ -59,7 +59,7 @@ def told(act: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def panel(name: str, **options: Any) -> gr.HTML:
-    """Returns HTML whose buttons, and those in messages, send events to this part of the page (``parts.button``).
+    """Return HTML whose buttons, and those in messages, send events to this part of the page (``parts.button``).
 
     Args:
         name: what the buttons send to.
@@ -69,7 +69,7 @@ def panel(name: str, **options: Any) -> gr.HTML:
 
 
 def with_own_uploads(component: gr.components.Component) -> Any:
-    """Returns a component of files whose value reaches the events as ``page.py`` leaves it.
+    """Return a component of files whose value reaches the events as ``page.py`` leaves it.
 
     Gradio's own check of such values wants paths of its own. (A subclass would say that more plainly, but Gradio writes
     a file beside the source of each.)

@@ -66,7 +66,7 @@ class PageGate:
         await self.app(scope, receive, send)
 
     async def _admit(self, scope: Scope, path: str) -> None:
-        """Admits a request or raises."""
+        """Admit a request or raise."""
         headers, method = Headers(scope=scope), scope["method"]
         if method not in ("GET", "HEAD"):
             _same_origin(headers)
@@ -82,7 +82,7 @@ class PageGate:
 
 
 def _same_origin(headers: Headers) -> None:
-    """Refuses requests that another site's page makes a browser send; besides, the cookie is SameSite=Strict."""
+    """Refuse requests that another site's page makes a browser send; besides, the cookie is SameSite=Strict."""
     origin = headers.get("origin")
     if origin is not None and re.sub("^https?://", "", origin) != headers.get("host"):
         raise Forbidden(f"requests from pages of {cut(origin)!r} are refused", param="Origin")

@@ -45,7 +45,7 @@ class LibraryEvents:
 
     @told
     async def act(self, event: gr.EventData, request: gr.Request) -> tuple[Any, ...]:
-        """Opens or removes a file. Returns the list, its timer, the file, its id, its handle, and the tab."""
+        """Open or remove a file. Return the list, its timer, the file, its id, its handle, and the tab."""
         client, wanted = client_of(request), given(event)
         id = str(wanted.get("id"))
         match wanted.get("do"):
@@ -82,13 +82,13 @@ class LibraryEvents:
         return await self._listed(client)
 
     async def _listed(self, client: AsyncMPIC) -> tuple[Any, Any]:
-        """Returns the list of files, and whether it is to be asked for again soon."""
+        """Return the list of files, and whether it is to be asked for again soon."""
         files = await own_files(client)
         compiling = any(file.state == "compiling" for file in files)
         return parts.library(files), gr.update(active=compiling)
 
     async def _text(self, collection: Any, item: Any) -> str:
-        """Returns the text of a document, "" for pictures and clips."""
+        """Return the text of a document, "" for pictures and clips."""
         if item.kind in ("image", "video"):
             return ""
         if item.bytes > MOST_TEXT:
@@ -135,7 +135,7 @@ class LibraryEvents:
 
     @told
     async def act_reference(self, event: gr.EventData, request: gr.Request) -> tuple[Any, ...]:
-        """Opens or removes a reference. Returns the list, the reference, and the tab."""
+        """Open or remove a reference. Return the list, the reference, and the tab."""
         client, wanted = client_of(request), given(event)
         id = str(wanted.get("id"))
         match wanted.get("do"):
@@ -151,5 +151,5 @@ class LibraryEvents:
 
 
 def _to(tab: str, naming: bool) -> tuple[Any, Any]:
-    """Returns the tab that is shown, and whether a file can be renamed there."""
+    """Return the tab that is shown, and whether a file can be renamed there."""
     return gr.update(selected=tab), gr.update(visible=naming)

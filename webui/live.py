@@ -21,21 +21,21 @@ class Figures:
                 self._samples[sample.name].append((sample.labels, sample.value))
 
     def get(self, name: str, **labels: str) -> float:
-        """Returns the sum of the samples with these labels."""
+        """Return the sum of the samples with these labels."""
         wanted = labels.items()
         return sum(value for has, value in self._samples[name] if wanted <= has.items())
 
     def values(self, name: str, label: str) -> list[str]:
-        """Returns the values of a label, in the order of the samples."""
+        """Return the values of a label, in the order of the samples."""
         return [has[label] for has, _ in self._samples[name]]
 
     def buckets(self, name: str) -> list[tuple[float, float]]:
-        """Returns the upper bounds of a histogram, with the number of values at or below each."""
+        """Return the upper bounds of a histogram, with the number of values at or below each."""
         return sorted((float(has["le"]), value) for has, value in self._samples[f"{name}_bucket"])
 
 
 def figures(text: str) -> dict[str, Any]:
-    """Returns the figures for the administrator's panel. Times are milliseconds, None while there was no answer."""
+    """Return the figures for the administrator's panel. Times are milliseconds, None while there was no answer."""
     found = Figures(text)
     buckets = found.buckets("mpic_time_to_first_token_seconds")
     requested = found.get("mpic_prompt_tokens_total", state="requested")
@@ -60,7 +60,7 @@ def figures(text: str) -> dict[str, Any]:
 
 
 def percentile(buckets: Sequence[tuple[float, float]], percent: float) -> float | None:
-    """Estimates a percentile of a histogram as Prometheus does: linear inside a bucket, and the last finite bound
+    """Estimate a percentile of a histogram as Prometheus does: linear inside a bucket, and the last finite bound
     above it.
 
     Args:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def mount(app: FastAPI, config: Config) -> Page:
-    """Serves the page at ``/ui`` and returns it; close it when the application ends.
+    """Serve the page at ``/ui`` and return it; close it when the application ends.
 
     Call it last: the gate must stand in front of every other middleware, which then know the visitor.
     """

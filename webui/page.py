@@ -100,7 +100,7 @@ class Page:
         await self._routes(scope, receive, send)
 
     async def close(self) -> None:
-        """Ends the Gradio app and the visitors' clients, and removes uploads."""
+        """End the Gradio app and the visitors' clients, and remove uploads."""
         await self._running.aclose()
         await self.logins.close()
         self.uploads.close()
@@ -158,12 +158,12 @@ class Page:
 
         @app.get("/alive")
         async def alive(request: Request) -> JSONResponse:
-            """Shows that the server answers, and to whom; an open page asks when it has lost it."""
+            """Show that the server answers, and to whom; an open page asks when it has lost it."""
             return JSONResponse({"user": _visitor(request).user}, headers={"cache-control": "no-store"})
 
         @app.post("/gradio_api/upload")
         async def upload(request: Request) -> list[str]:
-            """Takes files as Gradio's own route does, and returns a random name for each."""
+            """Take files as Gradio's own route does, and return a random name for each."""
             user = _visitor(request).user
             async with request.form(max_files=MOST, max_fields=MOST) as form:
                 sent = form.getlist("files")
@@ -178,12 +178,12 @@ class Page:
 
         @app.get("/gradio_api/upload_progress")
         def progress() -> Response:
-            """Ends the bar of an upload at once: the browser's own request is the upload."""
+            """End the bar of an upload at once: the browser's own request is the upload."""
             return Response('data: {"msg": "done"}\n\n', media_type="text/event-stream")
 
         @app.get("/gradio_api/file={token}")
         async def uploaded(token: str, request: Request) -> Response:
-            """Returns a picture that this user has just sent, which the question's box shows."""
+            """Return a picture that this user has just sent, which the question's box shows."""
             sent = self.uploads.find(_visitor(request).user, token)
             with sent.path.open("rb") as file:
                 kind = _picture_type(file.read(16))
@@ -215,7 +215,7 @@ class Page:
         return app
 
     async def _original(self, visitor: Visitor, id: str) -> bytes:
-        """Returns the bytes of a file of this user, or of a reference. Raises NotFound.
+        """Return the bytes of a file of this user, or of a reference. Raise NotFound.
 
         One after the other for each user: a page shows many at once, and a key may allow one request at a time.
         """
@@ -227,7 +227,7 @@ class Page:
     # ---- Gradio
 
     async def _to_gradio(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on to the Gradio app, with bodies checked."""
+        """Pass a request on to the Gradio app, with bodies checked."""
         if self._gradio is None:
             async with self._lock:
                 if self._gradio is None:
@@ -253,7 +253,7 @@ class Page:
         await self._gradio(scope, receive, send)
 
     async def _start(self) -> ASGIApp:
-        """Imports Gradio and starts the app; it takes seconds, so others are served meanwhile."""
+        """Import Gradio and start the app; it takes seconds, so others are served meanwhile."""
         os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
 
         def build() -> tuple[FastAPI, gradio.Blocks]:
@@ -266,7 +266,7 @@ class Page:
         return cast(Mount, parent.routes[-1]).app
 
     async def _index(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers with Gradio's page, whose inline scripts get a nonce; what names other hosts is left out."""
+        """Answer with Gradio's page, whose inline scripts get a nonce; what names other hosts is left out."""
         assert self._gradio is not None
         start, body = None, b""
 
@@ -287,7 +287,7 @@ class Page:
         await HTMLResponse(page, start["status"], headers)(scope, receive, send)
 
     def _check_join(self, user: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Returns what Gradio gets of an event. Raises BadRequest, Forbidden, RateLimited."""
+        """Return what Gradio gets of an event. Raise BadRequest, Forbidden, RateLimited."""
         assert self._blocks is not None
         session, index, data = body.get("session_hash"), body.get("fn_index"), body.get("data")
         self._claim(user, session)
@@ -304,7 +304,7 @@ class Page:
         return {**named, "data": _without_files(data), "fn_index": index, "session_hash": session}
 
     def _check_cancel(self, user: str, body: dict[str, Any]) -> dict[str, Any] | None:
-        """Returns a request to cancel an event of this page; None if it runs no such event. Raises as ``_claim``."""
+        """Return a request to cancel an event of this page; None if it runs no such event. Raise as ``_claim``."""
         assert self._blocks is not None
         session, event, index = (body.get(name) for name in ("session_hash", "event_id", "fn_index"))
         self._claim(user, session)
@@ -315,7 +315,7 @@ class Page:
         return {"session_hash": session, "event_id": event, "fn_index": index}
 
     def _claim(self, user: str, session: Any) -> None:
-        """Notes that an open page is this user's. Raises BadRequest if it has no name, Forbidden if it is another's."""
+        """Note that an open page is this user's. Raise BadRequest if it has no name, Forbidden if it is another's."""
         if not isinstance(session, str) or not SESSION.fullmatch(session):
             raise BadRequest("session_hash must be 1 to 64 of A-Z a-z 0-9 _ -", param="session_hash")
         if self._sessions.setdefault(session, user) != user:
@@ -348,7 +348,7 @@ async def _refusal(request: Request, error: Exception) -> Response:
 
 
 def _root(request: Request) -> str:
-    """Returns the path of the page as the browser knows it."""
+    """Return the path of the page as the browser knows it."""
     return request.scope["root_path"].rstrip("/")
 
 
@@ -357,26 +357,26 @@ def _visitor(request: Request) -> Visitor:
 
 
 def _picture_type(data: bytes) -> str:
-    """Returns the type of a picture that browsers show; others are only downloaded."""
+    """Return the type of a picture that browsers show; others are only downloaded."""
     return next(
         (kind for begin, kind in PICTURES.items() if data.startswith(begin)), "application/octet-stream"
     )
 
 
 def _without_files(value: Any) -> Any:
-    """Returns a value in which Gradio sees no file; it would open or download what an object with ``meta`` names."""
+    """Return a value in which Gradio sees no file; it would open or download what an object with ``meta`` names."""
     if isinstance(value, dict):
         return {name: _without_files(one) for name, one in value.items() if name not in ("meta", "url")}
     return [_without_files(one) for one in value] if isinstance(value, list) else value
 
 
 def _misleading(name: bytes) -> bool:
-    """Returns whether Gradio would believe a header about the page's address, or compress what is changed here."""
+    """Return whether Gradio would believe a header about the page's address, or compress what is changed here."""
     return name.startswith(b"x-forwarded-") or name in (b"accept-encoding", b"x-gradio-server")
 
 
 def _once(body: bytes) -> Receive:
-    """Returns the messages of a request with this body, whose client then stays."""
+    """Return the messages of a request with this body, whose client then stays."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:

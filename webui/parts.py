@@ -32,7 +32,7 @@ MOST_WORDS = 3000
 
 
 def button(text: str, to: str, do: str, label: str = "", confirm: str = "", /, **data: str) -> str:
-    """Returns a button that sends an event with ``do`` and ``data`` to a part of the page (``page.js``).
+    """Return a button that sends an event with ``do`` and ``data`` to a part of the page (``page.js``).
 
     Args:
         label: its accessible name, if ``text`` is not enough.
@@ -63,7 +63,7 @@ def day(seconds: float) -> str:
 
 
 def picture(id: str, kind: str) -> str:
-    """Returns a thumbnail of an image, and a sign for anything else."""
+    """Return a thumbnail of an image, and a sign for anything else."""
     if kind == "image":
         return f'<img class="mpic-thumb" src="thumbs/{escape(id)}" alt="" loading="lazy">'
     return f'<span class="mpic-thumb" aria-hidden="true">{"▶" if kind == "video" else "≣"}</span>'
@@ -77,7 +77,7 @@ def factor(times: float) -> str:
 
 
 def line(turn: StoredTurn, ms_per_token: float | None) -> str:
-    """Returns the figures of an answer in one line: first token, share that was reused, how much sooner."""
+    """Return the figures of an answer in one line: first token, share that was reused, how much sooner."""
     facts = turn.answer.facts
     assert facts is not None
     found = [f"{ms(facts.ttft)} to the first token", f"{100 * facts.saved // max(1, facts.prompt)} % reused"]
@@ -91,7 +91,7 @@ def line(turn: StoredTurn, ms_per_token: float | None) -> str:
 
 
 def strip(facts: Facts, scale: float) -> str:
-    """Returns the tokens of a prompt by their source, block by block, and the parts of the time to the first token.
+    """Return the tokens of a prompt by their source, block by block, and the parts of the time to the first token.
 
     Args:
         scale: the time in ms that is as wide as the strip.
@@ -119,7 +119,7 @@ def strip(facts: Facts, scale: float) -> str:
 
 
 def _share(value: float, whole: float) -> float:
-    """Returns a part in percent."""
+    """Return a part in percent."""
     return min(100.0, 100 * value / max(whole, 0.01))
 
 
@@ -131,7 +131,7 @@ def _cell(span: TokenSpan) -> str:
 
 
 def _block(spans: Sequence[TokenSpan]) -> str:
-    """Returns one image or document of a prompt with the sources of its tokens; nothing for texts between them."""
+    """Return one image or document of a prompt with the sources of its tokens; nothing for texts between them."""
     first, kinds = spans[0], dict[str, int]()
     if first.kind == "text":
         return ""
@@ -144,7 +144,7 @@ def _block(spans: Sequence[TokenSpan]) -> str:
 
 
 def marked(one: str, other: str) -> str:
-    """Returns a text with the words marked that another one lacks."""
+    """Return a text with the words marked that another one lacks."""
     a, b = WORDS.findall(one), WORDS.findall(other)
     if len(a) > MOST_WORDS or len(b) > MOST_WORDS:
         return escape(one) if one == other else f"<mark>{escape(one)}</mark>"
@@ -156,7 +156,7 @@ def marked(one: str, other: str) -> str:
 
 
 def compared(turn: StoredTurn) -> str:
-    """Returns the answers with and without reuse side by side, and what the comparison shows."""
+    """Return the answers with and without reuse side by side, and what the comparison shows."""
     assert turn.again is not None
     one, two = turn.answer, turn.again
     texts = one.text.strip(), two.text.strip()
@@ -185,14 +185,14 @@ def compared(turn: StoredTurn) -> str:
 
 
 def problem(run: StoredAnswer) -> str:
-    """Returns why an answer is not complete, if it is not."""
+    """Return why an answer is not complete, if it is not."""
     if run.state == "failed":
         return f'<p class="mpic-error" role="alert"><b>No answer.</b> {escape(run.error)}</p>'
     return '<p class="mpic-hint">Stopped.</p>' if run.state == "stopped" else ""
 
 
 def searches(run: StoredAnswer) -> str:
-    """Returns what was looked up for an answer and what was found."""
+    """Return what was looked up for an answer and what was found."""
     if run.wishes.retrieval == "off" or run.state != "done":
         return ""
     if not run.searches and not run.cited:
@@ -213,7 +213,7 @@ def searches(run: StoredAnswer) -> str:
 
 
 def below(turn: StoredTurn, ms_per_token: float | None) -> str:
-    """Returns what stands below an answer: what was looked up, its figures, and what can be done with it."""
+    """Return what stands below an answer: what was looked up, its figures, and what can be done with it."""
     run, again = turn.answer, turn.again
     if run.running:
         return ""
@@ -242,7 +242,7 @@ def below(turn: StoredTurn, ms_per_token: float | None) -> str:
 
 
 def library(files: Sequence[File]) -> str:
-    """Returns the list of a user's files. Their handles are in it for the box of the question, too."""
+    """Return the list of a user's files. Their handles are in it for the box of the question, too."""
     if not files:
         return '<p class="mpic-hint">No files yet. Drop some anywhere on the page.</p>'
     return f'<ul class="mpic-cards">{"".join(_file(file) for file in files)}</ul>'
@@ -275,7 +275,7 @@ def _file(file: File) -> str:
 
 
 def file_view(file: File, text: str) -> str:
-    """Returns one file: an image as it is, a document as text with the borders of its chunks."""
+    """Return one file: an image as it is, a document as text with the borders of its chunks."""
     head = f"<h3>{escape(file.mention or file.filename)}</h3>"
     about = [file.filename, size(file.bytes), f"added {day(file.created_at)}"]
     about += [f"expires {day(file.expires_at)}"] if file.expires_at else []
@@ -332,7 +332,7 @@ def reference_view(one: Reference, text: str) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Returns a table that scrolls sideways where it is too wide."""
+    """Return a table that scrolls sideways where it is too wide."""
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in heads) if any(heads) else ""
     body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
     return (
@@ -342,7 +342,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def tiles(found: Savings, price: float) -> str:
-    """Returns the sums of the savings.
+    """Return the sums of the savings.
 
     Args:
         price: of a million prompt tokens, in any currency; 0 if unknown.

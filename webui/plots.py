@@ -61,7 +61,7 @@ class Plot(NamedTuple):
 
 
 def plots() -> list[Plot]:
-    """Lists the plots: evaluations first, then benches, one of each name."""
+    """List the plots: evaluations first, then benches, one of each name."""
     found: dict[str, Plot] = {}
     for folder in _folders():
         for path in sorted(folder.rglob("*.png")) if folder.is_dir() else ():
@@ -72,11 +72,11 @@ def plots() -> list[Plot]:
 
 
 def plot(name: str) -> Path | None:
-    """Returns the file of one plot; only files that ``plots`` lists are served."""
+    """Return the file of one plot; only files that ``plots`` lists are served."""
     return next((p.path for p in plots() if p.name == name), None)
 
 
 def _folders() -> tuple[Path, ...]:
-    """Returns ``docs/evidence`` of a checkout, and the folder of results that are installed with the data."""
+    """Return ``docs/evidence`` of a checkout, and the folder of results that are installed with the data."""
     here = Path(__file__).resolve().parent
     return here.parent / "docs" / "evidence", Path(str(files("mpic.data"))) / "results" / "bench"

@@ -57,7 +57,7 @@ RETRIEVAL = {
 
 
 def menu(forms: list[str], default: str) -> list[dict[str, Any]]:
-    """Returns the concrete policies to choose from, the common ones first: ``name``, ``about``, ``uses_chunks``, and
+    """Return the concrete policies to choose from, the common ones first: ``name``, ``about``, ``uses_chunks``, and
     ``lost`` and ``fewer`` if it was measured.
 
     Args:
@@ -75,7 +75,7 @@ def menu(forms: list[str], default: str) -> list[dict[str, Any]]:
 
 
 def offered(forms: list[str], default: str) -> list[str]:
-    """Returns the names of ``menu``."""
+    """Return the names of ``menu``."""
     concrete: list[str] = []
     for form in forms:
         examples = BY_SYNTAX[form].examples if form in BY_SYNTAX else ()
@@ -84,7 +84,7 @@ def offered(forms: list[str], default: str) -> list[str]:
 
 
 def press_menu(forms: list[str], default: str) -> list[dict[str, str]]:
-    """Returns the presses to choose from, the server's own choice first: ``name``, ``about``; nothing where the server
+    """Return the presses to choose from, the server's own choice first: ``name``, ``about``; nothing where the server
     has none.
 
     Args:
@@ -98,13 +98,13 @@ def press_menu(forms: list[str], default: str) -> list[dict[str, str]]:
 
 
 def explain_press(name: str) -> str:
-    """Returns one line about a press."""
+    """Return one line about a press."""
     press = parse_press(name)
     return press.explanation if press is not None else "Images and documents keep all of their tokens."
 
 
 def explain(policy: str) -> str:
-    """Returns one line about a policy or a form such as ``mpic-K``; empty for unknown ones."""
+    """Return one line about a policy or a form such as ``mpic-K``; empty for unknown ones."""
     if policy in BY_SYNTAX:
         return BY_SYNTAX[policy].summary
     try:

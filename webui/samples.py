@@ -76,7 +76,7 @@ QUESTIONS = (
 
 @cache
 def sample_files(model: str) -> dict[str, Path]:
-    """Returns the sample files that a model knows, by handle. There are none for a model that is not ours, or where
+    """Return the sample files that a model knows, by handle. There are none for a model that is not ours, or where
     they are not installed."""
     folder = samples_folder(model)
     if model not in SAMPLES:
@@ -86,7 +86,7 @@ def sample_files(model: str) -> dict[str, Path]:
 
 @cache
 def samples(model: str) -> tuple[PageQuestion, ...]:
-    """Returns the sample questions for a model whose files are there."""
+    """Return the sample questions for a model whose files are there."""
     found = []
     for id, title, text in QUESTIONS:
         used: dict[str, str] = {

@@ -49,7 +49,7 @@ class Uploads:
         self._sent: dict[str, OrderedDict[str, Sent]] = {}
 
     def add(self, user: str, name: str, content: IO[bytes]) -> str:
-        """Stores a file and returns the name under which its user can take it."""
+        """Store a file and return the name under which its user can take it."""
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="mpic-page-", ignore_cleanup_errors=True)
         token = secrets.token_urlsafe(24)
@@ -62,7 +62,7 @@ class Uploads:
         return token
 
     def find(self, user: str, token: object) -> Sent:
-        """Returns a file of a user. Raises NotFound if the user has sent none of this name."""
+        """Return a file of a user. Raise NotFound if the user has sent none of this name."""
         found = (
             self._sent.get(user, {}).get(token) if isinstance(token, str) and NAME.fullmatch(token) else None
         )
@@ -71,13 +71,13 @@ class Uploads:
         return found
 
     def drop(self, user: str, token: str) -> None:
-        """Removes a file, if it is there."""
+        """Remove a file, if it is there."""
         sent = self._sent.get(user, OrderedDict()).pop(token, None)
         if sent is not None:
             sent.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Removes everything."""
+        """Remove everything."""
         self._sent.clear()
         if self._folder is not None:
             self._folder.cleanup()

@@ -47,16 +47,16 @@ class Logins(Protocol):
     """The logins of a page."""
 
     async def visitor(self, cookie: str | None) -> Visitor | None:
-        """Returns the visitor who has this cookie; None if one has to log in first."""
+        """Return the visitor who has this cookie; None if one has to log in first."""
 
     async def log_in(self, key: str) -> str:
-        """Returns a new cookie for an API key. Raises Unauthorized, RateLimited."""
+        """Return a new cookie for an API key. Raise Unauthorized, RateLimited."""
 
     async def log_out(self, cookie: str) -> None:
-        """Ends a login, if there is one."""
+        """End a login, if there is one."""
 
     async def close(self) -> None:
-        """Ends with the page: closes the clients."""
+        """End with the page: close the clients."""
 
 
 class ServedLogins:
@@ -186,7 +186,7 @@ class LoginsAlone:
             await login.visitor.client.close()
 
     async def _ask(self) -> None:
-        """Asks the server whether it needs a key. One that was open and does not answer is taken to be open still.
+        """Ask the server whether it needs a key. One that was open and does not answer is taken to be open still.
 
         Raises:
             Unavailable: the server does not answer, and never has.
@@ -208,7 +208,7 @@ class LoginsAlone:
 
 
 async def _role_of(client: AsyncMPIC) -> Role:
-    """Asks the server for the role of a client's key.
+    """Ask the server for the role of a client's key.
 
     Raises:
         Unauthorized: the key is not known.

@@ -22,7 +22,7 @@ QUESTION = "Where is the ball now?"
 
 
 def screen(step: int, size: int = 96) -> bytes:
-    """A screenshot as a PNG file; here a ball that moves. Your agent takes one of the browser or the desktop."""
+    """Return a screenshot as a PNG file; here a ball that moves. Your agent takes one of the browser or the desktop."""
     picture = Image.new("RGB", (size, size), "white")
     x, y = (13 * step) % (size - 16), (7 * step) % (size - 16)
     draw = ImageDraw.Draw(picture)
@@ -39,7 +39,7 @@ def part(frame: bytes) -> dict:
 
 
 def watch(client: openai.OpenAI, steps: int, window: int, policy: str | None = None) -> Iterator[tuple]:
-    """Asks after every frame; yields the answer and ``usage.mpic`` of each step.
+    """Ask after every frame; yield the answer and ``usage.mpic`` of each step.
 
     The instructions and the frames stand in one order, oldest first. The question comes last, so that the answer is
     computed from what is on the screen now.

@@ -36,7 +36,7 @@ class Server:
         return self._http.post("/tokenize", json=body).raise_for_status().json()["tokens"]
 
     def complete(self, prompt: list[int], tokens: int, order: dict | None = None) -> dict:
-        """A greedy completion; ``order`` goes into ``kv_transfer_params``."""
+        """Return a greedy completion; ``order`` goes into ``kv_transfer_params``."""
         body = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
         if order is not None:
             body["kv_transfer_params"] = order

@@ -80,7 +80,7 @@ def _rotated(
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Returns queries ``[BLOCK_M, DIM_PAD]`` in q's dtype, rotated in fp32 by their rows of the tables."""
+    """Return queries ``[BLOCK_M, DIM_PAD]`` in q's dtype, rotated in fp32 by their rows of the tables."""
     if INTERLEAVED:
         frequency = d // 2
         pair = d ^ 1
@@ -100,7 +100,7 @@ def _rotated(
 
 @triton.jit
 def _product(a, b, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    """Returns the product summed in fp32. ``WIDEN`` is for the interpreter, whose dot takes bf16 for the integers that
+    """Return the product summed in fp32. ``WIDEN`` is for the interpreter, whose dot takes bf16 for the integers that
     it is kept in."""
     if WIDEN:
         return tl.dot(a.to(tl.float32), b.to(tl.float32))
@@ -109,7 +109,7 @@ def _product(a, b, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
 
 @triton.jit
 def _located(segment, layer, kv_head):
-    """Returns the offsets of a segment's keys in one layer and head and from a key to its value, and its slots
+    """Return the offsets of a segment's keys in one layer and head and from a key to its value, and its slots
     ``[lo, hi)``."""
     origin = tl.multiple_of(tl.load(segment + _ORIGIN), 16)
     origin += tl.multiple_of(tl.load(segment + _LAYER), 16) * layer
@@ -120,14 +120,14 @@ def _located(segment, layer, kv_head):
 
 @triton.jit
 def _limit(segment, row, live, lo, hi):
-    """Returns the end of the slots that each row sees, ``lo`` where it sees none."""
+    """Return the end of the slots that each row sees, ``lo`` where it sees none."""
     sees = live & (row >= tl.load(segment + _ROW_MIN)) & (row < tl.load(segment + _ROW_MAX))
     return tl.where(sees, tl.minimum(hi, row + tl.load(segment + _DIAGONAL)), lo).to(tl.int32)
 
 
 @triton.jit
 def _scores(x, scale, softcap, SOFTCAP: tl.constexpr):
-    """Returns the scores of products in base 2, capped as ``softcap * tanh(score / softcap)`` (Gemma 2, arXiv
+    """Return the scores of products in base 2, capped as ``softcap * tanh(score / softcap)`` (Gemma 2, arXiv
     2408.00118, section 2)."""
     if SOFTCAP:
         doubled = x * (scale * 2 * _LOG2E / softcap)
@@ -138,7 +138,7 @@ def _scores(x, scale, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _visible(n, row, floor, limit, present, first, HOLES: tl.constexpr, FLOORED: tl.constexpr):
-    """Returns ``[BLOCK_M, BLOCK_N]``, whether each row sees each of the slots ``n``. With ``HOLES``, ``first`` is the
+    """Return ``[BLOCK_M, BLOCK_N]``, whether each row sees each of the slots ``n``. With ``HOLES``, ``first`` is the
     first row that sees a slot, where it is ``present``."""
     visible = n[None, :] < limit[:, None]
     if FLOORED:
@@ -177,7 +177,7 @@ def _over_keys(
     WIDEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Takes slots ``[lo, hi)`` of a segment that begins at ``begin`` into the running softmax: per query its largest
+    """Take slots ``[lo, hi)`` of a segment that begins at ``begin`` into the running softmax: per query its largest
     score ``top [BLOCK_M]``, the sum of weights ``norm [BLOCK_M]`` and the weighted values ``acc [BLOCK_M, DIM_PAD]``.
     Without ``MASKED`` every row sees all of them, and they fill whole blocks."""
     inner = d < DIM
@@ -225,7 +225,7 @@ def _turned(
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Returns queries ``[BLOCK_M, DIM_PAD]``, turned back by the base of a segment."""
+    """Return queries ``[BLOCK_M, DIM_PAD]``, turned back by the base of a segment."""
     rotation = tl.load(segment + _ROTATION).to(tl.int32)
     if rotation >= 0:
         step = tl.load(segment + _ROTATION_STEP).to(tl.int32)
@@ -269,7 +269,7 @@ def _over_segment(
     WIDEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Takes one segment into the running softmax (``_over_keys``), with the queries turned back by its base."""
+    """Take one segment into the running softmax (``_over_keys``), with the queries turned back by its base."""
     origin, value, lo, hi = _located(segment, layer, kv_head)
     query = _turned(segment, q, cos, sin, rotation_of, q_offset, i, live, d, DIM, HALF, INTERLEAVED)
     limit = _limit(segment, row, live, lo, hi)
@@ -302,7 +302,7 @@ def _over_segment(
 
 @triton.jit
 def _finished(top, norm, acc):
-    """Returns the result of a running softmax and its log-sum-exp; zeros and minus infinity where no row saw a key."""
+    """Return the result of a running softmax and its log-sum-exp; zeros and minus infinity where no row saw a key."""
     seen_any = norm > 0.0
     total_weight = tl.where(seen_any, norm, 1.0)
     log_sum = tl.where(seen_any, (top + tl.log2(total_weight)) * _LN2, float("-inf"))
@@ -321,7 +321,7 @@ def _write(
     d,
     DIM: tl.constexpr,
 ):
-    """Writes the rows of a tile that are live."""
+    """Write the rows of a tile that are live."""
     inner = live[:, None] & (d < DIM)[None, :]
     tl.store(out + entry[:, None] * DIM + d[None, :], result.to(out.dtype.element_ty), mask=inner)
     tl.store(lse + lse_entry, log_sum, mask=live)
@@ -363,7 +363,7 @@ def attend(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Attends for one item and KV head. Grid ``(items, kv_heads)``; ``total`` is the number of rows."""
+    """Attend for one item and KV head. Grid ``(items, kv_heads)``; ``total`` is the number of rows."""
     item, kv_head = items + tl.program_id(0) * _ITEM_WIDTH, tl.program_id(1)
     m = tl.arange(0, BLOCK_M)
     i = m // GROUP

@@ -53,17 +53,17 @@ class Features(NamedTuple):
 
 
 def interpreted() -> bool:
-    """Returns whether the kernels run in Triton's interpreter, which has to be chosen before they are imported."""
+    """Return whether the kernels run in Triton's interpreter, which has to be chosen before they are imported."""
     return not isinstance(attention.attend, triton.JITFunction)
 
 
 def available(device: torch.device) -> bool:
-    """Returns whether the kernels run on the device: compiled ones need CUDA, interpreted ones the CPU."""
+    """Return whether the kernels run on the device: compiled ones need CUDA, interpreted ones the CPU."""
     return device.type == ("cpu" if interpreted() else "cuda")
 
 
 def shape_of(geometry: Geometry, tiles: Tiles, programs: int, least: int, block_programs: int = 0) -> Shape:
-    """Returns the ``Shape`` by which the work of a step is cut for tiles of these sizes."""
+    """Return the ``Shape`` by which the work of a step is cut for tiles of these sizes."""
     block_m = max(tiles.block_m, power(geometry.group))
     sizes = (block_m, tiles.block_n, tiles.single_n)
     return Shape(geometry.group, geometry.kv_heads, geometry.dim, *sizes, programs, least, block_programs)
@@ -79,7 +79,7 @@ class TileSize(NamedTuple):
 
 
 def tile_sizes(geometry: Geometry, tiles: Tiles) -> tuple[TileSize, TileSize, TileSize]:
-    """Returns the tile sizes of a step's launches: for blocks of rows, for rows that share what they see, and for other
+    """Return the tile sizes of a step's launches: for blocks of rows, for rows that share what they see, and for other
     rows."""
     shape, t = shape_of(geometry, tiles, 1, 1), tiles
 
@@ -122,7 +122,7 @@ class Launches:
         self.rows, self.anchor, self.scattered = rows, anchor, scattered
 
     def scatter(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Writes the rows' keys and values ``[kv_heads, rows, head_dim]`` to their slots of a layer."""
+        """Write the rows' keys and values ``[kv_heads, rows, head_dim]`` to their slots of a layer."""
         if not self.scattered:
             return
         g = self.geometry
@@ -154,7 +154,7 @@ class Launches:
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes the attention of a layer.
+        """Compute the attention of a layer.
 
         Args:
             q: ``[heads, rows, head_dim]``, rotated at the rows' own positions.
@@ -184,7 +184,7 @@ class Launches:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> list[Any]:
-        """Launches the attention of a layer; see ``attend``. Returns the compiled kernels of its tiles."""
+        """Launch the attention of a layer; see ``attend``. Return the compiled kernels of its tiles."""
         q, sizes = _dense(q), tile_sizes(self.geometry, self.tiles)
         first, kernels = 0, []
         with _current(q.device):
@@ -207,7 +207,7 @@ class Launches:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> Any:
-        """Launches ``count`` items with tiles of one size. Returns the kernel."""
+        """Launch ``count`` items with tiles of one size. Return the kernel."""
         g, t = self.geometry, self.tables
         return attention.attend[(count, g.kv_heads)](
             q,
@@ -266,22 +266,22 @@ class Launches:
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Makes launches go to this device, which need not be torch's current one."""
+    """Make launches go to this device, which need not be torch's current one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor, or a copy, with contiguous rows."""
+    """Return the tensor, or a copy, with contiguous rows."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Returns the number of multiprocessors of a GPU; 1 for the interpreter, which runs one program after the other."""
+    """Return the number of multiprocessors of a GPU; 1 for the interpreter, which runs one program after the other."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 1
 
 
 def name(tiles: Tiles) -> str:
-    """Returns the name for ``/health`` and the bench's header."""
+    """Return the name for ``/health`` and the bench's header."""
     return f"triton ({'interpreted' if interpreted() else tiles.source})"

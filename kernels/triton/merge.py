@@ -21,7 +21,7 @@ def merge(
     DIM_PAD: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Joins the partial results of one row and head. Grid ``(merged rows, heads)``."""
+    """Join the partial results of one row and head. Grid ``(merged rows, heads)``."""
     row = tl.load(merged + tl.program_id(0)).to(tl.int64)
     head = tl.program_id(1)
     lo = tl.load(ends + tl.program_id(0))

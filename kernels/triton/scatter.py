@@ -34,7 +34,7 @@ def scatter(
     DIM_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes rows of ``k`` and ``v`` to their slots. Grid ``(rows / BLOCK, kv_heads)``; ``total`` is the number of
+    """Write rows of ``k`` and ``v`` to their slots. Grid ``(rows / BLOCK, kv_heads)``; ``total`` is the number of
     rows."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     head = tl.program_id(1)

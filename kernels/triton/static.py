@@ -35,7 +35,7 @@ _WIDER = 4
 
 
 def grids(rows: int, shape: Shape) -> tuple[Grid, Grid]:
-    """Returns a small and a large grid for steps with this number of rows: each row has its own tile, and tiles are cut
+    """Return a small and a large grid for steps with this number of rows: each row has its own tile, and tiles are cut
     along their keys until the device is busy."""
     pieces = -(-shape.programs // shape.kv_heads)
     lone = power(rows + pieces)
@@ -119,7 +119,7 @@ class StaticTables:
         return sum(t.nbytes for t in (*self.tables.values(), *self.rotations))
 
     def fill(self, arrays: dict[str, np.ndarray], bases: Sequence[int], rotation: Rotation) -> None:
-        """Writes the numbers of a step that fits (``StaticStep.fill``), behind everything the device has been given."""
+        """Write the numbers of a step that fits (``StaticStep.fill``), behind everything the device has been given."""
         for name, new in upload(arrays, self.anchor.device).items():
             self.tables[name][: len(new)].copy_(new)
         turns = rotation_table(bases, rotation, self.geometry.half, self.anchor.device)
@@ -127,7 +127,7 @@ class StaticTables:
             mine[: len(new)].copy_(new)
 
     def advance(self) -> None:
-        """Makes the tables those of the same rows one token later."""
+        """Make the tables those of the same rows one token later."""
         advance(self.tables, self.geometry.dim)
 
 
@@ -150,7 +150,7 @@ class StaticStep(Launches):
         self._static = tables
 
     def fill(self, calls: Sequence[SpanCall], writes: Sequence[Write], rotation: Rotation) -> bool:
-        """Fills the tables for a step of at most ``rows`` single rows; see ``TritonStep``. Returns False, and leaves
+        """Fill the tables for a step of at most ``rows`` single rows; see ``TritonStep``. Return False, and leave
         them as they are, when the step does not fit."""
         grid, capacity, work = self.grid, self._static.capacity, build(calls, self.rows, self._static.shape)
         _, shared, lone = work.counts
@@ -190,6 +190,6 @@ def tables_for(
     anchor: torch.Tensor,
     partials: Partials,
 ) -> StaticTables:
-    """Returns tables for static steps with at most this number of rows."""
+    """Return tables for static steps with at most this number of rows."""
     shape = shape_of(geometry, tiles, programs, least)
     return StaticTables(geometry, tiles, shape, TableCapacity.of(rows, shape), partials, anchor)

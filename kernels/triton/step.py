@@ -31,7 +31,7 @@ _ALIGNED = 16
 
 
 def strides_of(data: torch.Tensor, anchor: torch.Tensor) -> Strides:
-    """Returns the place of ``data [layers, 2, kv_heads, slots, head_dim]`` relative to the anchor.
+    """Return the place of ``data [layers, 2, kv_heads, slots, head_dim]`` relative to the anchor.
 
     Raises:
         ValueError: the kernels cannot read such strides or offsets.
@@ -51,7 +51,7 @@ def strides_of(data: torch.Tensor, anchor: torch.Tensor) -> Strides:
 def host_tables(
     work: WorkList, calls: Sequence[SpanCall], writes: Sequence[Write], rows: int, dim: int
 ) -> dict[str, np.ndarray]:
-    """Returns a step's tables: those of its work, ``targets``, and ``grows``, 1 for segments that get a slot more in
+    """Return a step's tables: those of its work, ``targets``, and ``grows``, 1 for segments that get a slot more in
     the next step."""
     growing = {(call.span.source.origin, call.span.hi) for call in calls if call.first}
     ends = work.segments[:, [SegmentColumn.ORIGIN, SegmentColumn.HI]].tolist()
@@ -62,7 +62,7 @@ def host_tables(
 
 
 def advance(tables: Mapping[str, torch.Tensor], dim: int) -> None:
-    """Advances the tables of single rows by one token, with two additions on the device."""
+    """Advance the tables of single rows by one token, with two additions on the device."""
     tables["segments"][:, SegmentColumn.HI].add_(tables["grows"])
     tables["targets"][:, TargetColumn.ORIGIN].add_(dim)
 
@@ -117,7 +117,7 @@ class TritonStep(Launches):
         )
 
     def advance(self) -> TritonStep | None:
-        """Returns a step of single rows one token later, if each has one more own token (a span whose call is
+        """Return a step of single rows one token later, if each has one more own token (a span whose call is
         ``first``) and nothing else has changed; None if it has to be cut anew. It takes only two additions on the
         device."""
         if self._left <= 0:
@@ -128,7 +128,7 @@ class TritonStep(Launches):
 
 
 def _targets(writes: Sequence[Write], rows: int, dim: int) -> np.ndarray:
-    """Returns the table ``[rows, TargetColumn]`` of the destinations of each row's key and value."""
+    """Return the table ``[rows, TargetColumn]`` of the destinations of each row's key and value."""
     targets = np.zeros((rows, len(TargetColumn)), np.int64)
     for write in writes:
         span, source = write.span, write.span.source
@@ -143,7 +143,7 @@ def _targets(writes: Sequence[Write], rows: int, dim: int) -> np.ndarray:
 def rotation_table(
     bases: Sequence[int], rotation: Rotation, half: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns cosines and sines ``[bases, half]`` of rotations that are on the device already; the first base is 0."""
+    """Return cosines and sines ``[bases, half]`` of rotations that are on the device already; the first base is 0."""
     turns: list[Any] = [rotation(base) for base in bases[1:]]  # only base 0 has none
     one = torch.ones(half, dtype=torch.float32, device=device)
     cos = torch.stack([one, *(turn.cos for turn in turns)])

@@ -105,7 +105,7 @@ class Tile(NamedTuple):
 
 
 def row_ranges(calls: Sequence[SpanCall], total: int) -> list[tuple[tuple[int, int], list[SpanCall]]]:
-    """Returns the maximal ranges of rows that calls connect, in order, with the calls of each; rows that no call
+    """Return the maximal ranges of rows that calls connect, in order, with the calls of each; rows that no call
     covers stand alone.
 
     Raises:
@@ -141,7 +141,7 @@ class RowTables(NamedTuple):
 
 
 def block_tiles(start: int, stop: int, calls: list[SpanCall], shape: Shape, tables: RowTables) -> list[Tile]:
-    """Cuts rows ``[start, stop)``, which calls connect, into tiles of ``block_m`` queries. Appends to the step's
+    """Cut rows ``[start, stop)``, which calls connect, into tiles of ``block_m`` queries. Append to the step's
     tables."""
     size = max(1, shape.block_m // shape.group)
     causal = [(call, _floors(call, tables)) for call in calls if call.causal]
@@ -175,7 +175,7 @@ def block_tiles(start: int, stop: int, calls: list[SpanCall], shape: Shape, tabl
 
 
 def _floors(call: SpanCall, tables: RowTables) -> int:
-    """Appends the first slots that a call's rows see to the step's and returns where row r finds its own, less r."""
+    """Append the first slots that a call's rows see to the step's and return where row r finds its own, less r."""
     if call.visible is None:
         return NO_FLOORS
     tables.floors.append((call.visible.cpu().numpy() + call.span.lo).astype(np.int32))
@@ -183,12 +183,12 @@ def _floors(call: SpanCall, tables: RowTables) -> int:
 
 
 def _hidden(call: SpanCall, row: int) -> int:
-    """Returns how many of the first slots neither this row nor a later one sees."""
+    """Return how many of the first slots neither this row nor a later one sees."""
     return 0 if call.visible is None else int(call.visible[max(0, row - call.rows.start)])
 
 
 def _causal(call: SpanCall, floors: int, t0: int, t1: int) -> list[Segment]:
-    """Returns the keys before the tile's first row, which need no mask, then the square on the diagonal."""
+    """Return the keys before the tile's first row, which need no mask, then the square on the diagonal."""
     start, stop, span = call.rows.start, call.rows.stop, call.span
     t0, t1 = max(t0, start), min(t1, stop)
     if t0 >= t1:
@@ -222,7 +222,7 @@ class _Merged(NamedTuple):
         return self.calls[0].span.lo
 
     def slot(self, call: SpanCall, dim: int) -> int:
-        """Returns the first slot of one of the calls, counted as those of the first call are."""
+        """Return the first slot of one of the calls, counted as those of the first call are."""
         return (call.span.source.origin - self.source.origin) // dim + call.span.lo
 
     def hi(self, dim: int) -> int:
@@ -230,7 +230,7 @@ class _Merged(NamedTuple):
 
 
 def _merged(calls: list[SpanCall], shape: Shape) -> list[_Merged]:
-    """Merges spans of one chunk with small holes between them: 350 spans of six keys (cacheblend) would each fill a
+    """Merge spans of one chunk with small holes between them: 350 spans of six keys (cacheblend) would each fill a
     block of keys."""
     groups: list[list[SpanCall]] = []
     blocks = lambda keys: -(-keys // shape.block_n)
@@ -257,7 +257,7 @@ def _first_rows(group: list[SpanCall], dim: int) -> np.ndarray | None:
 
 
 def _continues(a: SpanCall, b: SpanCall, dim: int) -> bool:
-    """Returns whether ``b`` follows ``a`` in the same run of memory and is seen in the same way, perhaps by fewer
+    """Return whether ``b`` follows ``a`` in the same run of memory and is seen in the same way, perhaps by fewer
     rows."""
     if a.rows.stop != b.rows.stop or a.span.base != b.span.base or b.rows.start < a.rows.start:
         return False
@@ -271,7 +271,7 @@ def _continues(a: SpanCall, b: SpanCall, dim: int) -> bool:
 
 
 def _keep(table: np.ndarray | None, first_rows: list[np.ndarray]) -> int:
-    """Appends one segment's table to the step's and returns where it begins; -1 without a table."""
+    """Append one segment's table to the step's and return where it begins; -1 without a table."""
     if table is None:
         return -1
     first_rows.append(table)
@@ -283,8 +283,8 @@ _Slots = tuple[Strides, int, int, bytes | None]
 
 
 def single_tiles(alone: dict[int, list[SpanCall]], shape: Shape, tables: RowTables) -> list[Tile]:
-    """Makes a tile of all rows that see the same slots, each with its own base, of at most ``shape.shared_m`` queries.
-    Appends to the step's tables."""
+    """Make a tile of all rows that see the same slots, each with its own base, of at most ``shape.shared_m`` queries.
+    Append to the step's tables."""
     readers: dict[tuple[_Slots, int], list[tuple[int, int]]] = {}
     tiles = []
     for row, calls in alone.items():
@@ -312,10 +312,10 @@ def single_tiles(alone: dict[int, list[SpanCall]], shape: Shape, tables: RowTabl
 
 
 def _one_slot(call: SpanCall) -> SpanCall:
-    """Returns a causal call of one row as one that sees its only visible slot."""
+    """Return a causal call of one row as one that sees its only visible slot."""
     return call._replace(span=call.span._replace(hi=call.span.lo + 1))
 
 
 def power(n: int) -> int:
-    """Returns the next power of two."""
+    """Return the next power of two."""
     return 1 << max(0, n - 1).bit_length()

@@ -42,7 +42,7 @@ LARGE = 160 << 10
 
 
 def defaults(dtype: torch.dtype, dim: int, shared: int = 0) -> Tiles:
-    """Returns unmeasured sizes whose operands fit the shared memory of any GPU since sm_80 (checked by compiling).
+    """Return unmeasured sizes whose operands fit the shared memory of any GPU since sm_80 (checked by compiling).
 
     Args:
         shared: bytes of shared memory per multiprocessor, 0 for those of the smallest GPU; more memory allows more
@@ -59,7 +59,7 @@ def defaults(dtype: torch.dtype, dim: int, shared: int = 0) -> Tiles:
 
 
 def read_table(path: Path | None = None) -> dict[str, Any]:
-    """Returns the table in the package, or one at ``path``.
+    """Return the table in the package, or one at ``path``.
 
     Raises:
         ValueError: the table has another schema, or an entry is malformed.
@@ -80,14 +80,14 @@ def read_table(path: Path | None = None) -> dict[str, Any]:
 
 
 def _tiles(sizes: list[int]) -> list[int]:
-    """Returns the sizes that must be a power of two: all but the numbers of stages."""
+    """Return the sizes that must be a power of two: all but the numbers of stages."""
     return [n for i, n in enumerate(sizes) if i not in (3, 6)]
 
 
 def tiles_for(
     device: torch.device, dtype: torch.dtype, dim: int, group: int, table: dict[str, Any] | None = None
 ) -> Tiles:
-    """Returns the sizes for a device: from the table if it has exactly this GPU, else the defaults."""
+    """Return the sizes for a device: from the table if it has exactly this GPU, else the defaults."""
     tuned = None
     if device.type == "cuda":
         tuned = look_up(table or read_table(), torch.cuda.get_device_name(device), dtype, dim, group)
@@ -95,14 +95,14 @@ def tiles_for(
 
 
 def defaults_of(device: torch.device, dtype: torch.dtype, dim: int) -> Tiles:
-    """Returns the unmeasured sizes for a device."""
+    """Return the unmeasured sizes for a device."""
     if device.type != "cuda":
         return defaults(dtype, dim)
     return defaults(dtype, dim, torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
 
 
 def look_up(table: dict[str, Any], gpu: str, dtype: torch.dtype, dim: int, group: int) -> Tiles | None:
-    """Returns the table's sizes for a GPU; None where it has none."""
+    """Return the table's sizes for a GPU; None where it has none."""
     name = f"{str(dtype).removeprefix('torch.')}/{dim}/{group}"
     entry = table["gpus"].get(gpu, {}).get(name)
     return None if entry is None else Tiles(*entry["block"], *entry["single"], f"tuned on {gpu}")

@@ -38,7 +38,7 @@ def warm_up(
     softcaps: Collection[bool],
     windows: bool,
 ) -> ProgramsAtOnce:
-    """Launches every variant once.
+    """Launch every variant once.
 
     Args:
         softcaps: whether layers cap their scores; both values are possible in one model.
@@ -63,7 +63,7 @@ def warm_up(
 def _step(
     geometry: Geometry, tiles: Tiles, dtype: torch.dtype, device: torch.device, holes: bool, floors: bool
 ) -> tuple[TritonStep, torch.Tensor]:
-    """Returns a step with a block of rows, rows that share what they see, and rows that share nothing, each cut along
+    """Return a step with a block of rows, rows that share what they see, and rows that share nothing, each cut along
     its keys, and queries for it."""
     g = geometry
     sharing = max(16, power(g.group)) // g.group + 1  # too many rows for a tile of few rows
@@ -92,7 +92,7 @@ def _step(
 
 
 def programs_of(kernel: Any, device: torch.device) -> int:
-    """Returns how many programs of a compiled kernel a device runs at once."""
+    """Return how many programs of a compiled kernel a device runs at once."""
     if interpreted():
         return multiprocessors(device)
     properties = torch.cuda.get_device_properties(device)
@@ -102,7 +102,7 @@ def programs_of(kernel: Any, device: torch.device) -> int:
 
 
 def occupancy(registers: int, shared: int, warps: int, shared_memory: int, threads: int) -> int:
-    """Returns how many programs a multiprocessor runs at once.
+    """Return how many programs a multiprocessor runs at once.
 
     Args:
         registers: registers per thread, which a warp is given in units of 256.

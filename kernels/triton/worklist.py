@@ -55,7 +55,7 @@ class WorkList(NamedTuple):
 
 
 def build(calls: Sequence[SpanCall], total: int, shape: Shape) -> WorkList:
-    """Cuts a step of ``total`` rows. Every row is in at least one item, so every output is written: a row that sees
+    """Cut a step of ``total`` rows. Every row is in at least one item, so every output is written: a row that sees
     nothing gets zeros and a log-sum-exp of minus infinity."""
     per_row = RowTables.empty()
     blocks: list[Tile] = []
@@ -88,13 +88,13 @@ _WORTH = 0.95
 
 
 def _keys_of_singles(tiles: Sequence[Tile], shape: Shape) -> int:
-    """Returns the most keys of an item of single rows: so many that all together keep the device busy."""
+    """Return the most keys of an item of single rows: so many that all together keep the device busy."""
     total = sum(tile.keys for tile in tiles)
     return max(shape.least, -(-total * shape.kv_heads // shape.programs), 1)
 
 
 def _keys_of_blocks(tiles: Sequence[Tile], shape: Shape) -> int:
-    """Returns the most keys of an item of blocks: so many that the device has finished soonest.
+    """Return the most keys of an item of blocks: so many that the device has finished soonest.
 
     It runs ``block_programs`` items at once. Where there are a few more of equal length than that, these few take as
     long again as all others together, unless the items are cut and fill the device more evenly.
@@ -118,7 +118,7 @@ def _keys_of_blocks(tiles: Sequence[Tile], shape: Shape) -> int:
 
 
 def _cut(tiles: Sequence[Tile], most: int, block_n: int) -> list[Tile]:
-    """Cuts tiles along their keys into items of at most this many, in whole blocks of keys."""
+    """Cut tiles along their keys into items of at most this many, in whole blocks of keys."""
     most = -(-most // block_n) * block_n
     cut: list[Tile] = []
     for tile in tiles:
@@ -141,7 +141,7 @@ def _cut(tiles: Sequence[Tile], most: int, block_n: int) -> list[Tile]:
 
 
 def _longest_first(tiles: list[Tile]) -> list[Tile]:
-    """Returns the tiles in an order in which the last to finish is a short one."""
+    """Return the tiles in an order in which the last to finish is a short one."""
     return sorted(tiles, key=lambda tile: -tile.keys)
 
 
@@ -164,7 +164,7 @@ class _Tables:
         self._partials = 0
 
     def add(self, tile: Tile, uses: Mapping[int, int]) -> None:
-        """Adds an item; its rows get partial results if other items hold one of them too."""
+        """Add an item; its rows get partial results if other items hold one of them too."""
         begin = len(self._segments)
         for segment in tile.segments:
             self._segments.append(self._columns(segment))
@@ -179,7 +179,7 @@ class _Tables:
         self._rows += tile.rows
 
     def _columns(self, segment: Segment) -> tuple[int, ...]:
-        """Returns the segment's row of the table, in the order of ``SegmentColumn``."""
+        """Return the segment's row of the table, in the order of ``SegmentColumn``."""
         source, bases = segment.source, segment.bases
         shared = len(set(bases)) == 1
         rotation = -1 if shared and bases[0] == 0 else self._rotation(bases[:1] if shared else bases)
@@ -188,7 +188,7 @@ class _Tables:
         return (*lies, rotation, int(not shared), *visible)
 
     def _rotation(self, bases: tuple[int, ...]) -> int:
-        """Returns the index of these bases' rotations in ``rotation_of``."""
+        """Return the index of these bases' rotations in ``rotation_of``."""
         begin = self._rotation_at.get(bases)
         if begin is None:
             begin = self._rotation_at[bases] = len(self._rotation_of)

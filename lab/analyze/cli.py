@@ -49,7 +49,7 @@ def analyze(
 ) -> None:
     """Look at attention and KV of one prompt: does the question look at chunk heads, what do policies change?
 
-    Writes `attention-shares.png` (CDF of attention, and how much goes to the first tokens of a chunk),
+    Write `attention-shares.png` (CDF of attention, and how much goes to the first tokens of a chunk),
     `kv-distance.png` (how much a chunk's KV depends on the text before it), `attention-maps.png` and
     `attention-error.png` (policies side by side), and `analysis.json`.
 
@@ -99,7 +99,7 @@ def _prompts(
     chunks: int,
     samples: range,
 ) -> Iterator[Prompt]:
-    """Returns the prompts of some samples of a task. Raises TaskError if there are not so many."""
+    """Return the prompts of some samples of a task. Raise TaskError if there are not so many."""
     from mpic.data.bundled import generation_for
     from mpic.prompt import build_prompt
     from mpic_lab.eval.resolve import LocalResolver, counter_of, splitter_of
@@ -126,7 +126,7 @@ def _one(
     shown: int,
     out: Path,
 ) -> Analysis:
-    """Draws one prompt under each policy; ``shown`` is the layer of the maps."""
+    """Draw one prompt under each policy; ``shown`` is the layer of the maps."""
     from mpic_lab.analyze import figures, measures
 
     linked = [linker.link(prompt, policy) for policy in policies]
@@ -145,7 +145,7 @@ def _one(
 def _many(
     linker: DenseLinker, policies: list[Policy], prompts: Iterable[Prompt], shown: int, out: Path
 ) -> Analysis:
-    """Draws what many prompts have in common."""
+    """Draw what many prompts have in common."""
     from rich.progress import track
 
     from mpic.link import parse_policy

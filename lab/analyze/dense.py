@@ -51,7 +51,7 @@ class Recorder(Probe):
     def place(
         self, layer: int, tokens: slice | torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes ``[kv_heads, n, head_dim]`` of a layer into the cache; returns the layer's whole keys and values."""
+        """Write ``[kv_heads, n, head_dim]`` of a layer into the cache; return the layer's whole keys and values."""
         if layer not in self.cache:
             shape = (key.shape[0], self.length, key.shape[2])
             self.cache[layer] = key.new_zeros(shape), value.new_zeros(shape)
@@ -60,7 +60,7 @@ class Recorder(Probe):
         return held
 
     def kv(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns keys and values of all layers, ``[layers, kv_heads, N, head_dim]``."""
+        """Return keys and values of all layers, ``[layers, kv_heads, N, head_dim]``."""
         keys, values = zip(*(self.cache[layer] for layer in sorted(self.cache)), strict=True)
         return torch.stack(keys), torch.stack(values)
 
@@ -85,7 +85,7 @@ class DenseLink:
 
     @property
     def asking(self) -> torch.Tensor:
-        """Returns, for every row, whether it stands behind the last chunk, as those of the question do."""
+        """Return, for every row, whether it stands behind the last chunk, as those of the question do."""
         return self.rows >= max((place.start + place.length for place in self.places), default=0)
 
 
@@ -115,14 +115,14 @@ class DenseLinker:
 
     @torch.inference_mode()
     def compile(self, inputs: ChunkInputs, sink: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns keys (rotated at chunk-local positions) and values of a chunk alone, ``[layers, kv_heads, n,
+        """Return keys (rotated at chunk-local positions) and values of a chunk alone, ``[layers, kv_heads, n,
         head_dim]``."""
         keys, values = self._alone(inputs, sink).kv()
         return keys[:, :, sink:], values[:, :, sink:]
 
     @torch.inference_mode()
     def weights_alone(self, inputs: ChunkInputs) -> list[torch.Tensor]:
-        """Returns the attention of a chunk that is compiled alone, ``[n, n]`` for each layer, averaged over heads."""
+        """Return the attention of a chunk that is compiled alone, ``[n, n]`` for each layer, averaged over heads."""
         return self._alone(inputs, 0).weights
 
     def _alone(self, inputs: ChunkInputs, sink: int) -> Recorder:
@@ -135,7 +135,7 @@ class DenseLinker:
 
     @torch.inference_mode()
     def link(self, prompt: Prompt, policy: Policy) -> DenseLink:
-        """Runs a prompt.
+        """Run a prompt.
 
         Raises:
             UnsupportedParameter: the policy is dynamic, runs in two steps, or leaves the chunks out.
@@ -177,7 +177,7 @@ class DenseLinker:
         return Recorder(-1, *given, index=rows, length=length)
 
     def moved(self, keys: torch.Tensor, base: int) -> torch.Tensor:
-        """Returns ``keys [heads, n, head_dim]`` rotated on by ``base`` positions."""
+        """Return ``keys [heads, n, head_dim]`` rotated on by ``base`` positions."""
         rotation = self.model.rotation(-base)
         return keys if rotation is None else rotate(keys, rotation)
 

@@ -15,12 +15,12 @@ from mpic_lab.figure import save_png
 
 
 def save(path: Path, draw: Callable[..., None], *shown: Any, size: tuple[float, float] = (9, 4.2)) -> Path:
-    """Writes a drawing of what is shown: ``draw(figure, *shown)``."""
+    """Write a drawing of what is shown: ``draw(figure, *shown)``."""
     return save_png(path, lambda figure: draw(figure, *shown), size, dpi=120)
 
 
 def shares(figure: Any, full: DenseLink) -> None:
-    """Draws the attention CDF, and the cumulative share by place within a chunk, one line per layer."""
+    """Draw the attention CDF, and the cumulative share by place within a chunk, one line per layer."""
     left, right = figure.subplots(1, 2, sharey=True)
     for axes, curves, xlabel in (
         (left, measures.concentration(full), "most attended tokens, share of all"),
@@ -47,7 +47,7 @@ def shares(figure: Any, full: DenseLink) -> None:
 
 
 def distances(figure: Any, found: dict[str, torch.Tensor]) -> None:
-    """Draws heat maps, layers x tokens, of the change of keys and values with the text before the chunk."""
+    """Draw heat maps, layers x tokens, of the change of keys and values with the text before the chunk."""
     top = max(float(part.max()) for part in found.values())
     for axes, (name, values) in zip(figure.subplots(2, 1, sharex=True), found.items(), strict=True):
         image = axes.imshow(values.cpu(), aspect="auto", vmin=0, vmax=top, interpolation="nearest")
@@ -65,7 +65,7 @@ def distances(figure: Any, found: dict[str, torch.Tensor]) -> None:
 
 
 def maps(figure: Any, linked: Sequence[DenseLink], layer: int) -> None:
-    """Draws attention of one layer under each policy, on a logarithmic scale; rows that are not computed stay empty,
+    """Draw attention of one layer under each policy, on a logarithmic scale; rows that are not computed stay empty,
     chunk boundaries are drawn."""
     for axes, one in zip(figure.subplots(1, len(linked), squeeze=False)[0], linked, strict=True):
         n = one.weights[layer].shape[1]
@@ -92,7 +92,7 @@ def maps(figure: Any, linked: Sequence[DenseLink], layer: int) -> None:
 
 
 def errors(figure: Any, linked: Sequence[DenseLink], full: DenseLink) -> None:
-    """Draws the distance of each policy's attention from that of ``full``, by layer."""
+    """Draw the distance of each policy's attention from that of ``full``, by layer."""
     axes = figure.subplots()
     for one in linked:
         axes.plot(measures.attention_error(one, full).cpu(), marker="o", label=one.policy)
@@ -108,13 +108,13 @@ def errors(figure: Any, linked: Sequence[DenseLink], full: DenseLink) -> None:
 
 
 def titled(figure: Any, title: str, says: str) -> None:
-    """Adds a title to a drawing, and a sentence that explains it."""
+    """Add a title to a drawing, and a sentence that explains it."""
     figure.suptitle(title, fontsize=11)
     figure.supxlabel(says, fontsize=8)
 
 
 def colours(n: int) -> list[Any]:
-    """Returns a colour for each of ``n`` layers."""
+    """Return a colour for each of ``n`` layers."""
     from matplotlib import colormaps
 
     return [colormaps["viridis"](i / max(1, n - 1)) for i in range(n)]

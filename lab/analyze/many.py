@@ -32,7 +32,7 @@ SMALL = 1e-3
 
 
 def group_names(chunks: int) -> list[str]:
-    """Returns the names of the groups of a prompt with so many chunks."""
+    """Return the names of the groups of a prompt with so many chunks."""
     ends = [*(str(end - 1) for end in EDGES[1:]), ""]
     inside = [
         str(low) if str(low) == high else f"{low}-{high}" for low, high in zip(EDGES, ends, strict=True)
@@ -45,7 +45,7 @@ def group_names(chunks: int) -> list[str]:
 
 
 def groups_of(places: Sequence[ChunkPlace], length: int) -> torch.Tensor:
-    """Returns the number of each token's group, ``[length]``."""
+    """Return the number of each token's group, ``[length]``."""
     found = torch.ones(length, dtype=torch.int64)
     found[0] = 0
     for number, place in enumerate(places):
@@ -101,7 +101,7 @@ class Gathered:
     comparable: int = 0
 
     def add(self, prompt: Prompt) -> None:
-        """Links a prompt under every policy, ``full`` first, and adds what it shows.
+        """Link a prompt under every policy, ``full`` first, and add what it shows.
 
         Raises:
             UnsupportedParameter: it has another number of chunks than the others.
@@ -154,7 +154,7 @@ class Gathered:
         mine.error.append(moved)
 
     def _distant(self, prompt: Prompt) -> torch.Tensor:
-        """Returns in how many layers each token of the prompt's first chunk is among the ``TOP`` whose keys differ most
+        """Return in how many layers each token of the prompt's first chunk is among the ``TOP`` whose keys differ most
         between the chunk before the question and behind it (L1, keys at chunk-local positions)."""
         texts = [segment for segment in prompt.segments if isinstance(segment, TextSegment)]
         begin, question = texts[0].token_ids, texts[-1].token_ids
@@ -174,31 +174,31 @@ class Gathered:
     # ---- means
 
     def attention_map(self, policy: str, layer: int) -> torch.Tensor:
-        """Returns the mean attention to a token, rows x columns in groups; not a number where no prompt has such rows
+        """Return the mean attention to a token, rows x columns in groups; not a number where no prompt has such rows
         or tokens."""
         sums = self.sums[policy]
         mean = sums.map[layer] / sums.rows.clamp_min(1)
         return mean.masked_fill(sums.rows == 0, float("nan"))
 
     def spread(self, policy: str, what: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the mean of ``first``, ``heads`` or ``error`` of a policy over prompts by layer, and their standard
+        """Return the mean of ``first``, ``heads`` or ``error`` of a policy over prompts by layer, and their standard
         deviation."""
         return spread(getattr(self.sums[policy], what))
 
     def cumulative(self) -> torch.Tensor:
-        """Returns ``[layers, n]``: the share of the last row's attention within a chunk on its first 1..n tokens."""
+        """Return ``[layers, n]``: the share of the last row's attention within a chunk on its first 1..n tokens."""
         return measures.mean_of_all(self.places)
 
     def distribution(self) -> torch.Tensor:
-        """Returns ``[layers, STEPS]``: the share of chunk tokens with at most so much attention (MPIC, figure 4a)."""
+        """Return ``[layers, STEPS]``: the share of chunk tokens with at most so much attention (MPIC, figure 4a)."""
         return self.scores.cumsum(1) / self.scores.sum(1, keepdim=True)
 
     def counts(self) -> torch.Tensor:
-        """Returns the mean of ``important`` over prompts, for the tokens that every chunk has."""
+        """Return the mean of ``important`` over prompts, for the tokens that every chunk has."""
         return measures.mean_of_all(self.important)
 
     def numbers(self) -> dict[str, Any]:
-        """Returns the content of ``analysis.json``, with each number by layer."""
+        """Return the content of ``analysis.json``, with each number by layer."""
         above = self.distribution()[:, round((math.log10(SMALL) - LEAST) / -LEAST * STEPS) - 1]
         alone = spread(self.alone)
         spreads = {
@@ -222,6 +222,6 @@ class Gathered:
 
 
 def spread(found: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the mean of what was found in each prompt, and its standard deviation over prompts."""
+    """Return the mean of what was found in each prompt, and its standard deviation over prompts."""
     values = torch.stack(list(found))
     return values.mean(0), values.std(0, correction=0)

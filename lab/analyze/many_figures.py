@@ -12,7 +12,7 @@ from mpic_lab.analyze.many import LEAST, SMALL, STEPS, TOP, Gathered, group_name
 
 
 def distribution(figure: Any, found: Gathered) -> None:
-    """Draws how the first output token's attention is spread over the tokens of chunks: by amount, and by place (MPIC,
+    """Draw how the first output token's attention is spread over the tokens of chunks: by amount, and by place (MPIC,
     figure 4)."""
     left, right = figure.subplots(1, 2, sharey=True)
     amounts = 10 ** torch.linspace(LEAST, 0, STEPS + 1)[1:]
@@ -37,7 +37,7 @@ def distribution(figure: Any, found: Gathered) -> None:
 
 
 def important(figure: Any, found: Gathered) -> None:
-    """Draws in how many layers each token of a chunk is among the most distant ones (MPIC, figure 8)."""
+    """Draw in how many layers each token of a chunk is among the most distant ones (MPIC, figure 8)."""
     axes = figure.subplots()
     counts = found.counts()
     axes.bar(torch.arange(len(counts)), counts, width=1.0)
@@ -55,7 +55,7 @@ def important(figure: Any, found: Gathered) -> None:
 
 
 def maps(figure: Any, found: Gathered, layer: int) -> None:
-    """Draws the mean attention of one layer under each policy in groups of tokens (MPIC, figure 11; EPIC, figures 4 and
+    """Draw the mean attention of one layer under each policy in groups of tokens (MPIC, figure 11; EPIC, figures 4 and
     7). The last row is that of the first output token."""
     names = group_names(found.chunks)
     starts = [number for number, name in enumerate(names) if name.endswith(": 0")]
@@ -82,7 +82,7 @@ def maps(figure: Any, found: Gathered, layer: int) -> None:
 
 
 def sinks(figure: Any, found: Gathered) -> None:
-    """Draws the share of attention on the prompt's first token and on the chunks' first tokens, by layer and policy."""
+    """Draw the share of attention on the prompt's first token and on the chunks' first tokens, by layer and policy."""
     panels = figure.subplots(1, 2, sharey=True)
     titles = {
         "first": "computed rows, on the prompt's first token",

@@ -15,41 +15,41 @@ from mpic_lab.analyze.dense import DenseLink, DenseLinker
 
 
 def received(linked: DenseLink) -> torch.Tensor:
-    """Returns ``[layers, N]``: the attention per row that each token gets from the rows after the last chunk; for
+    """Return ``[layers, N]``: the attention per row that each token gets from the rows after the last chunk; for
     ``full`` this is the question's attention to every token (MPIC, section 4)."""
     return torch.stack([layer[linked.asking].mean(0) for layer in linked.weights])
 
 
 def last_row(linked: DenseLink) -> torch.Tensor:
-    """Returns ``[layers, N]``: the attention of the prompt's last row, which computes the first output token."""
+    """Return ``[layers, N]``: the attention of the prompt's last row, which computes the first output token."""
     return torch.stack([layer[-1] for layer in linked.weights])
 
 
 def concentration(linked: DenseLink) -> torch.Tensor:
-    """Returns ``[layers, N]``: share of attention on the n most attended tokens, n = 1..N (the CDF of MPIC's
+    """Return ``[layers, N]``: share of attention on the n most attended tokens, n = 1..N (the CDF of MPIC's
     figures)."""
     ordered = received(linked).sort(1, descending=True).values
     return ordered.cumsum(1) / ordered.sum(1, keepdim=True)
 
 
 def by_place(linked: DenseLink) -> torch.Tensor:
-    """Returns ``[layers, n]``: share of the question's attention to chunks that goes to their first 1..n tokens,
+    """Return ``[layers, n]``: share of the question's attention to chunks that goes to their first 1..n tokens,
     averaged over chunks, which is the share that ``mpic-n`` and LegoLink-n recompute (EPIC, section 3)."""
     return mean_of_all(cumulative_shares(part) for part in within(received(linked), linked.places))
 
 
 def within(paid: torch.Tensor, places: Sequence[ChunkPlace]) -> list[torch.Tensor]:
-    """Returns the columns of each chunk, ``[layers, n]``, of attention ``[layers, N]``."""
+    """Return the columns of each chunk, ``[layers, n]``, of attention ``[layers, N]``."""
     return [paid[:, place.start : place.start + place.length] for place in places]
 
 
 def cumulative_shares(paid: torch.Tensor) -> torch.Tensor:
-    """Returns ``[layers, n]``: share of the attention to a chunk's tokens ``[layers, n]`` on its first 1..n tokens."""
+    """Return ``[layers, n]``: share of the attention to a chunk's tokens ``[layers, n]`` on its first 1..n tokens."""
     return paid.cumsum(1) / paid.sum(1, keepdim=True).clamp_min(1e-12)
 
 
 def mean_of_all(parts: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Returns the mean of tensors ``[..., n]`` over the tokens that the shortest of them has."""
+    """Return the mean of tensors ``[..., n]`` over the tokens that the shortest of them has."""
     parts = list(parts)
     shortest = min(part.shape[-1] for part in parts)
     return torch.stack([part[..., :shortest] for part in parts]).mean(0)
@@ -58,7 +58,7 @@ def mean_of_all(parts: Iterable[torch.Tensor]) -> torch.Tensor:
 def distance(
     linker: DenseLinker, chunk: Chunk, before: tuple[Sequence[int], Sequence[int]]
 ) -> dict[str, Any]:
-    """Returns how much a chunk's keys and values depend on the text before it (CacheBlend, section 3; EPIC, section 3).
+    """Return how much a chunk's keys and values depend on the text before it (CacheBlend, section 3; EPIC, section 3).
 
     Args:
         before: token ids of the two texts that precede the chunk.
@@ -77,7 +77,7 @@ def distance(
 
 
 def behind(linker: DenseLinker, chunk: Chunk, text: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a chunk's full-prefill keys, at chunk-local positions, and values behind a text, ``[layers, kv_heads, n,
+    """Return a chunk's full-prefill keys, at chunk-local positions, and values behind a text, ``[layers, kv_heads, n,
     head_dim]`` in host memory."""
     prompt = Prompt((TextSegment(tuple(text)), ChunkSegment(chunk), TextSegment(tuple(text[:1]))))
     linked = linker.link(prompt, parse_policy("full"))
@@ -91,13 +91,13 @@ def behind(linker: DenseLinker, chunk: Chunk, text: Sequence[int]) -> tuple[torc
 
 
 def attention_error(linked: DenseLink, full: DenseLink) -> torch.Tensor:
-    """Returns ``[layers]``: total variation distance between the last row's attention under a policy and under
+    """Return ``[layers]``: total variation distance between the last row's attention under a policy and under
     ``full``."""
     return (last_row(linked) - last_row(full)).abs().sum(1) / 2
 
 
 def numbers(linked: Sequence[DenseLink], distance: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Returns the numbers of one prompt for ``analysis.json``, each by layer.
+    """Return the numbers of one prompt for ``analysis.json``, each by layer.
 
     Args:
         linked: under every policy, ``full`` first.
@@ -120,10 +120,10 @@ def numbers(linked: Sequence[DenseLink], distance: dict[str, torch.Tensor]) -> d
 
 
 def first_shares(places: torch.Tensor, counts: Sequence[int]) -> dict[str, list[float]]:
-    """Returns from ``[layers, n]`` the share of a chunk's first tokens by layer, for each number of them."""
+    """Return from ``[layers, n]`` the share of a chunk's first tokens by layer, for each number of them."""
     return {str(k): rounded(places[:, min(k, places.shape[1]) - 1]) for k in counts}
 
 
 def rounded(values: Iterable[Any]) -> list[float]:
-    """Returns values as JSON keeps them here, to four decimals."""
+    """Return values as JSON keeps them here, to four decimals."""
     return [round(float(value), 4) for value in values]

@@ -49,7 +49,7 @@ class PacketAttention:
         return self.header + FIRST + LAST + (len(self.linker.adapter.trailer) if self.linker.adapter else 0)
 
     def add(self, prompt: Prompt) -> None:
-        """Links a prompt under every policy and adds what its question attends to.
+        """Link a prompt under every policy and add what its question attends to.
 
         Raises:
             UnsupportedParameter: it has another number of chunks than the others, or one too short.
@@ -78,11 +78,11 @@ class PacketAttention:
         return out
 
     def mean(self, policy: str) -> torch.Tensor:
-        """Returns the mean attention to each column, ``[chunks, columns]``."""
+        """Return the mean attention to each column, ``[chunks, columns]``."""
         return self.sums[policy] / self.prompts
 
     def numbers(self) -> dict[str, Any]:
-        """Returns, for each policy, the attention per token in parts of a chunk, as means over chunks."""
+        """Return, for each policy, the attention per token in parts of a chunk, as means over chunks."""
         front, back = self.header + FIRST, self.header + FIRST + LAST
         parts = {
             "header": slice(0, self.header),
@@ -98,7 +98,7 @@ class PacketAttention:
         }
 
     def draw(self, figure: Any) -> None:
-        """Draws the attention to each column, a panel a policy; header and trailer stand out."""
+        """Draw the attention to each column, a panel a policy; header and trailer stand out."""
         panels = figure.subplots(len(self.sums), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
         for axes, policy in zip(panels, self.sums, strict=True):
             for number, values in enumerate(self.mean(policy)):

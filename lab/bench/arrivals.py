@@ -25,7 +25,7 @@ class Served:
 
 
 def poisson(rng: random.Random, rate: float, seconds: float, least: int = 3) -> list[float]:
-    """Returns the seconds at which requests arrive: at random, ``rate`` per second for ``seconds``, but at least
+    """Return the seconds at which requests arrive: at random, ``rate`` per second for ``seconds``, but at least
     ``least``. The same seed gives the same pattern, stretched to the rate."""
     now, times = 0.0, list[float]()
     while now < seconds or len(times) < least:
@@ -41,7 +41,7 @@ def send(
     until: float | None = None,
     at_token: Callable[[], None] = lambda: None,
 ) -> list[Served]:
-    """Submits each request at its time (seconds from now) and reads all answers to their ends.
+    """Submit each request at its time (seconds from now) and read all answers to their ends.
 
     Args:
         until: seconds from now at which what still runs or waits is ended; it is not in the result.

@@ -61,7 +61,7 @@ class _Slots(DynamicLayer):
 
 
 def _fill(cache: Cache, shape: DecoderShape, batch: int, length: int, model: nn.Module) -> Cache:
-    """Returns random KV, because the values in a cache do not change the cost of reading it."""
+    """Return random KV, because the values in a cache do not change the cost of reading it."""
     generator = torch.Generator().manual_seed(7)
     heads = shape.kv_heads or shape.heads
     one = torch.randn(2, 1, heads, length, shape.hidden // shape.heads, generator=generator)
@@ -79,7 +79,7 @@ def floors(
     resident: int,
     sync: Callable,
 ) -> dict[str, Callable[[], float]]:
-    """Returns ways to run one plain forward of ``new`` tokens over ``resident`` cached ones; each returns milliseconds.
+    """Return ways to run one plain forward of ``new`` tokens over ``resident`` cached ones; each returns milliseconds.
     The fastest of them is the floor of a link that computes the same number of tokens over the same number of cached
     ones.
     """
@@ -153,7 +153,7 @@ class StockGenerator:
             _fill(self._static, shape, batch, length, stock)
 
     def __call__(self, tokens: int | None = None) -> float:
-        """Returns the tokens a second over all rows, from the first new token to the last; ``tokens`` makes a shorter
+        """Return the tokens a second over all rows, from the first new token to the last; ``tokens`` makes a shorter
         run."""
         tokens = tokens or self._tokens
         self._stock.set_attn_implementation("sdpa")

@@ -83,7 +83,7 @@ class PlainVLLM:
     def ask(
         self, parts: Sequence[Sequence[int] | Chunk], tokens: int, times: list[float] | None = None
     ) -> Future[TimedAnswer]:
-        """Generates ``tokens`` tokens after a prompt of ids and images.
+        """Generate ``tokens`` tokens after a prompt of ids and images.
 
         Args:
             times: the list to which the time of each token is added.
@@ -112,7 +112,7 @@ class PlainVLLM:
         return TimedAnswer(len(prompt.ids), cached, began, tuple(times), tuple(ids))
 
     def reset(self) -> None:
-        """Empties the prefix cache, and the caches of images. Nothing may be running.
+        """Empty the prefix cache, and the caches of images. Nothing may be running.
 
         Raises:
             BenchFailed: vLLM kept its blocks.

@@ -48,7 +48,7 @@ def make_model(
     packet: int = 0,
     says: str = "",
 ) -> BenchModel:
-    """Saves a random model in a temporary folder (``TMPDIR`` chooses where), and keeps nothing of it in memory.
+    """Save a random model in a temporary folder (``TMPDIR`` chooses where), and keep nothing of it in memory.
 
     Args:
         gain: see ``random_model``.
@@ -68,7 +68,7 @@ def make_model(
 
 
 def save(model: nn.Module, decoder: DecoderShape, folder: Path, says: str = "") -> None:
-    """Writes a model of ``random_model`` with its processor, or with its tokenizer alone if it takes no images."""
+    """Write a model of ``random_model`` with its processor, or with its tokenizer alone if it takes no images."""
     if isinstance(model, LlavaForConditionalGeneration):
         save_folder(model, tokenizer(decoder.vocabulary, says), folder, _TEMPLATE, model.dtype)
     else:
@@ -79,14 +79,14 @@ def save(model: nn.Module, decoder: DecoderShape, folder: Path, says: str = "") 
 def save_random(
     decoder: DecoderShape, placement: BenchDevice, tower: TowerShape, seed: int, folder: Path
 ) -> str:
-    """Writes a random model, and returns its description."""
+    """Write a random model, and return its description."""
     model = random_model(decoder, placement, tower, seed=seed)
     save(model, decoder, folder)
     return describe(model, decoder)
 
 
 def tokenizer(vocabulary: int, says: str = "") -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with one token per word; a word outside of the vocabulary is ``<unk>``.
+    """Return a tokenizer with one token per word; a word outside of the vocabulary is ``<unk>``.
 
     Args:
         says: the text that every token is decoded to; empty: its own.
@@ -108,5 +108,5 @@ def tokenizer(vocabulary: int, says: str = "") -> PreTrainedTokenizerFast:
 
 
 def words(ids: tuple[int, ...]) -> str:
-    """Returns the text whose tokens are ``ids``, none of them a control token."""
+    """Return the text whose tokens are ``ids``, none of them a control token."""
     return " ".join(f"w{i}" for i in ids)

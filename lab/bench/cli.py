@@ -127,7 +127,7 @@ def _command(native: Bench) -> None:
 def _keep(
     path: Path, entry: Bench, result: dict[str, Any], report: Report, old: dict[str, Any] | None
 ) -> None:
-    """Writes a result, or its cases into an old one, and a plot of the whole beside it."""
+    """Write a result, or its cases into an old one, and a plot of the whole beside it."""
     if old is not None:
         result = merged(old, result)
         if entry.headline is not None:
@@ -152,7 +152,7 @@ def _check_options(entry: Bench, threads: int | None, dtype: str, repeats: int |
 
 
 def _changes(entry: Bench, repeats: int | None, size: str | None, only: str | None) -> dict[str, Any]:
-    """Returns the settings that the options change."""
+    """Return the settings that the options change."""
     changes: dict[str, Any] = {"repeats": repeats} if repeats else {}
     if size is not None:
         if size not in entry.sizes:

@@ -72,7 +72,7 @@ class Settings:
     wants={"batch1_over_transformers": ">= 1.0", "batch8_over_transformers": ">= 1.0"},
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
-    """Measures each batch size in several columns: different linked chunks for each request, with keys and values in
+    """Measure each batch size in several columns: different linked chunks for each request, with keys and values in
     the model's dtype and in 16 bits, the same chunks for all, and transformers' caches."""
     model = make_model(settings.decoder, placement, seed=settings.seed)
     ids = Ids(settings.decoder.vocabulary, settings.seed)
@@ -135,7 +135,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
 
 
 def _with_half_kv(opened: ExitStack, model: BenchModel, tokens: int) -> Engine | None:
-    """Starts an engine that keeps keys and values in 16 bits; None where there is no such thing."""
+    """Start an engine that keeps keys and values in 16 bits; None where there is no such thing."""
     try:
         return opened.enter_context(engine_for(model, tokens, kv_dtype="float16"))
     except ModelRefused:
@@ -143,7 +143,7 @@ def _with_half_kv(opened: ExitStack, model: BenchModel, tokens: int) -> Engine |
 
 
 def decoded(engine: Engine, settings: Settings, ids: Ids, sets: list[list[Chunk]]) -> Callable[[], float]:
-    """Returns the tokens per second of a batch. The last request is timed, and the others begin before it and continue
+    """Return the tokens per second of a batch. The last request is timed, and the others begin before it and continue
     past its end, so that every timed step decodes the whole batch; BenchFailed is raised if they did not."""
 
     def measure() -> float:
@@ -168,7 +168,7 @@ def decoded(engine: Engine, settings: Settings, ids: Ids, sets: list[list[Chunk]
 
 
 def expect_beside(usage: GenerationUsage, tokens: int, began: float, ended: float) -> None:
-    """Checks that a request was decoded in every step that another one was timed for.
+    """Check that a request was decoded in every step that another one was timed for.
 
     Args:
         tokens: those of the timed request; this one was asked for ``LONGER`` more.
@@ -184,7 +184,7 @@ def expect_beside(usage: GenerationUsage, tokens: int, began: float, ended: floa
 
 
 def plot_rates(figure: Any, samples: dict[int, dict[str, Series]]) -> None:
-    """Draws the tokens a second of each batch size."""
+    """Draw the tokens a second of each batch size."""
     for axes, (batch, found) in zip(
         figure.subplots(1, len(samples), squeeze=False)[0], samples.items(), strict=True
     ):

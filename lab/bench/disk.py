@@ -18,7 +18,7 @@ IN_MEMORY = {"tmpfs", "ramfs"}
 
 @contextmanager
 def fresh_library() -> Iterator[Library]:
-    """Opens a library in the system's temporary folder (``TMPDIR`` chooses another), and removes it at the end.
+    """Open a library in the system's temporary folder (``TMPDIR`` chooses another), and remove it at the end.
 
     Raises:
         BenchFailed: that folder is in memory, or this system cannot drop a file from its page cache.
@@ -33,14 +33,14 @@ def fresh_library() -> Iterator[Library]:
 
 
 def file_system(folder: str) -> str:
-    """Returns the type of the file system that holds a folder, or an empty string when the system does not say."""
+    """Return the type of the file system that holds a folder, or an empty string when the system does not say."""
     real = os.path.realpath(folder)
     mounts = [p for p in psutil.disk_partitions(all=True) if real.startswith(p.mountpoint)]
     return max(mounts, key=lambda p: len(p.mountpoint)).fstype if mounts else ""
 
 
 def drop_from_cache(paths: Sequence[Path]) -> None:
-    """Makes the next read of files a cold one: they are written back, then dropped from the page cache
+    """Make the next read of files a cold one: they are written back, then dropped from the page cache
     (``POSIX_FADV_DONTNEED``). Caches of the device itself stay."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY)

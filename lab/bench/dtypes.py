@@ -41,7 +41,7 @@ Samples = Mapping[tuple[str, str], Series]
 
 
 def headlines(settings: Settings) -> dict[str, str]:
-    """Returns the name of the headline of every case."""
+    """Return the name of the headline of every case."""
     names = {
         SHUFFLED: "shuffled",
         IMAGES: "images",
@@ -65,7 +65,7 @@ def headlines(settings: Settings) -> dict[str, str]:
     sizes={"110m": {}, "2b": {**SIZES["2b"], "documents": 4}},
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
-    """Lets the same random LLaVA take turns in both dtypes. Speeds are compared, so that a ratio of more than 1 says
+    """Let the same random LLaVA take turns in both dtypes. Speeds are compared, so that a ratio of more than 1 says
     that bfloat16 is faster in every case."""
     values: dict[tuple[str, str], list[float]] = defaultdict(list)
     notes: dict[str, Any] = {"prompt_tokens": settings.length, "image_prompt_tokens": settings.image_length}
@@ -92,7 +92,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
 
 
 def _documents(settings: Settings) -> int:
-    """Returns the tokens of all documents and images, which stay in the pool."""
+    """Return the tokens of all documents and images, which stay in the pool."""
     return settings.documents * (settings.document_tokens + settings.tower.tokens)
 
 
@@ -109,7 +109,7 @@ class _Column:
         self.detail = self._peers[0][0].detail
 
     def turn(self, turn: int) -> Iterator[tuple[str, float]]:
-        """Yields the cases and what was measured."""
+        """Yield the cases and what was measured."""
         for peer, settings in self._peers:
             for questions in self._questions:
                 yield from turn_of(settings, peer, questions, turn).items()

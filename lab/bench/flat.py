@@ -112,7 +112,7 @@ class Settings:
     },
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
-    """Measures a growing number of documents of one size, and a fixed number of growing ones."""
+    """Measure a growing number of documents of one size, and a fixed number of growing ones."""
     rows, samples, model = _measured(settings, placement, ticker, settings.decoder, settings.totals)
     wide_rows, wide_samples, wide_model = _measured(
         settings, placement, ticker, settings.wide, settings.wide_totals
@@ -155,7 +155,7 @@ def _measured(
     decoder: DecoderShape,
     totals: Sequence[int],
 ) -> tuple[list[Row], dict[str, Series], str]:
-    """Returns what one model takes for so many tokens: rows, the times of each column, and the model in words.
+    """Return what one model takes for so many tokens: rows, the times of each column, and the model in words.
 
     Raises:
         BenchFailed: there are too few tokens for a document of one size.
@@ -220,7 +220,7 @@ class _FlatSubject:
         return measure
 
     def memory(self, total: int, documents: int, policy: str) -> Row:
-        """Returns the pages of a prompt and the other memory that a request took; no figure where it cannot be told."""
+        """Return the pages of a prompt and the other memory that a request took; no figure where it cannot be told."""
         soft = 2 * SOFT * documents if policy == PACKED else 0
         pages = (
             -(-(total + soft + self._settings.text + 2) // PAGE) * self._engine.stats()["pages"]["page_bytes"]
@@ -236,14 +236,14 @@ def _mib(size: int) -> float:
 
 
 def _growth(samples: dict[str, Series], kind: str, policy: str, sizes: Iterable[int]) -> float:
-    """Returns by what the time grows while the context grows 16 times, or as far as it does."""
+    """Return by what the time grows while the context grows 16 times, or as far as it does."""
     low = min(sizes)
     high = max(total for total in sizes if total <= 16 * low)
     return paired(samples[f"{kind} {high} {policy}"], samples[f"{kind} {low} {policy}"])
 
 
 def _reach(rows: Sequence[Row]) -> dict[str, float]:
-    """Returns how many times as many tokens ``legolink`` reaches as ``cacheblend`` in the same memory."""
+    """Return how many times as many tokens ``legolink`` reaches as ``cacheblend`` in the same memory."""
     needs = {
         policy: [
             (row["tokens"], row["memory_MiB"])
@@ -259,7 +259,7 @@ def _reach(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def reach(needs: Sequence[tuple[int, float]], budget: float) -> float:
-    """Returns the number of tokens with which a need, measured at some numbers of tokens, comes up to a budget. Between
+    """Return the number of tokens with which a need, measured at some numbers of tokens, comes up to a budget. Between
     them it is taken to grow in proportion, and below the first."""
     before, had = 0, 0.0
     for tokens, need in needs:
@@ -296,5 +296,5 @@ def _plot(figure: Any, rows: list[Row]) -> None:
 
 
 def _words(values: Sequence[int]) -> str:
-    """Formats sizes: ``1k, 2k, 512``."""
+    """Format sizes: ``1k, 2k, 512``."""
     return ", ".join(f"{v // 1024}k" if v % 1024 == 0 else str(v) for v in values)

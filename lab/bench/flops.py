@@ -59,7 +59,7 @@ class Settings:
     wants={"full_over_mpic32": "> 8", "cacheblend15_over_legolink16": "> 1"},
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
-    """Makes one table with a row for each policy and number of chunks."""
+    """Make one table with a row for each policy and number of chunks."""
     model = make_model(settings.decoder, placement, seed=settings.seed, packet=settings.soft)
     ids = Ids(settings.decoder.vocabulary, settings.seed)
     flops = Flops(model.stock)

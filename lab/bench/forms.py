@@ -51,7 +51,7 @@ class Settings:
     wants={"batch1_form_over_free": ">= 0.9", "batch8_form_over_free": ">= 0.9"},
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
-    """Measures each batch size free, with one in two answers in a form, and with all of them."""
+    """Measure each batch size free, with one in two answers in a form, and with all of them."""
     lark = f"start: %json {json.dumps(SCHEMA)}"
     grammar = Grammar(lark, (("response_format", lark),))
     config = EngineConfig(
@@ -84,7 +84,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
 
 
 def decoded(engine: Engine, settings: Settings, forms: list[Grammar | None]) -> Callable[[], float]:
-    """Returns the tokens a second of a batch of answers."""
+    """Return the tokens a second of a batch of answers."""
 
     def measure() -> float:
         requests = []

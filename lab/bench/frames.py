@@ -83,7 +83,7 @@ class AgentPrompts:
         self._system = self._ids.fresh(settings.system)
 
     def steps(self) -> Iterator[dict[str, Prompt]]:
-        """Yields the prompt of every column for each step."""
+        """Yield the prompt of every column for each step."""
         s = self._settings
         window: list[tuple[tuple[int, ...], dict[str, Chunk]]] = []
         for number in range(s.frames):
@@ -109,7 +109,7 @@ class AgentPrompts:
     wants={"prefix_over_mpic16": ">= 3", "mpic16_growth": "<= 1.2"},
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
-    """Measures every step with both policies."""
+    """Measure every step with both policies."""
     model = make_model(settings.decoder, placement, settings.tower, seed=settings.seed)
     with engine_for(model, 4 * settings.length) as engine:
         ways = {LINK: linked(engine), PREFIX: _prefix(engine, settings)}
@@ -123,7 +123,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
 
 
 def measure(settings: Settings, ways: Mapping[str, Measure], ticker: Ticker) -> dict[str, list[float]]:
-    """Returns the milliseconds of every step by column. The columns take turns at being measured first."""
+    """Return the milliseconds of every step by column. The columns take turns at being measured first."""
     samples: dict[str, list[float]] = {name: [] for name in ways}
     names = list(ways)
     ticker.expect(settings.frames * len(names))
@@ -135,7 +135,7 @@ def measure(settings: Settings, ways: Mapping[str, Measure], ticker: Ticker) -> 
 
 
 def linked(engine: Engine) -> Measure:
-    """Returns the measurement of links. It raises BenchFailed unless the newest frame was compiled, and no other."""
+    """Return the measurement of links. It raises BenchFailed unless the newest frame was compiled, and no other."""
 
     def once(prompt: Prompt) -> float:
         elapsed, usage = first_token(engine, request_of(prompt, LINK, 2))
@@ -168,7 +168,7 @@ def _prefix(engine: Engine, settings: Settings) -> Measure:
 
 
 def words(settings: Settings) -> dict[str, Any]:
-    """Returns a description of the measurement."""
+    """Return a description of the measurement."""
     return {
         "prompt_tokens": settings.length,
         "frame_tokens": settings.tower.tokens,
@@ -182,7 +182,7 @@ def words(settings: Settings) -> dict[str, Any]:
 def report(
     settings: Settings, samples: Mapping[str, list[float]], prefix: str, notes: dict[str, Any]
 ) -> Report:
-    """Returns the report of the steps' times.
+    """Return the report of the steps' times.
 
     Args:
         prefix: name of the column with a prefix cache.
@@ -199,7 +199,7 @@ def report(
 
 
 def _rows(settings: Settings, samples: Mapping[str, list[float]]) -> list[Row]:
-    """Returns one row for the filling of the window, then the steps with a full window in quarters."""
+    """Return one row for the filling of the window, then the steps with a full window in quarters."""
     bounds = [0, *(settings.window + (settings.frames - settings.window) * i // 4 for i in range(5))]
     rows = []
     for low, high in pairwise(bounds):

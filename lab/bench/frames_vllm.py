@@ -26,7 +26,7 @@ class Settings(frames.Settings):
     context: int = 8192
 
     def of_engines(self) -> vllm_pair.Settings:
-        """Returns the settings with which the two engines are started."""
+        """Return the settings with which the two engines are started."""
         return vllm_pair.Settings(
             replace(self.decoder, context=self.context),
             self.tower,
@@ -50,7 +50,7 @@ class Settings(frames.Settings):
     in_process=False,
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
-    """Measures every step with both engines, each of which runs in separate processes."""
+    """Measure every step with both engines, each of which runs in separate processes."""
     with vllm_pair.both_engines(settings.of_engines(), placement, ticker) as engines:
         ways = {LINK: frames.linked(engines.ours), ALONE: _alone(engines.plain, settings)}
         samples = frames.measure(settings, ways, ticker)

@@ -45,7 +45,7 @@ class BenchDevice:
     dtype: torch.dtype
 
     def synchronize(self) -> None:
-        """Waits until the device has finished its work."""
+        """Wait until the device has finished its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         elif self.device.type == "mps":
@@ -106,11 +106,11 @@ class Bench:
     others: dict[str, Bench] = field(default_factory=dict)
 
     def on(self, engine: str) -> Bench | None:
-        """Returns the bench for an engine, or None if it does not measure that engine."""
+        """Return the bench for an engine, or None if it does not measure that engine."""
         return self if engine == self.engine else self.others.get(engine)
 
     def configured(self, quick: bool = False, size: str | None = None, **changes: Any) -> Any:
-        """Returns the bench's settings: full, or those of a size, then the quick ones, with changes on top."""
+        """Return the bench's settings: full, or those of a size, then the quick ones, with changes on top."""
         sized = self.sizes[size] if size else {}
         return replace(self.settings(), **{**sized, **(self.quick if quick else {}), **changes})
 
@@ -126,7 +126,7 @@ def bench(
     wants: Mapping[str, str],
     **options: Any,
 ) -> Callable[[BenchFunction], BenchFunction]:
-    """Registers a bench; the arguments are those of ``Bench``.
+    """Register a bench; the arguments are those of ``Bench``.
 
     Raises:
         ValueError: ``quick`` names a field that the settings do not have.
@@ -159,7 +159,7 @@ class Series:
         return statistics.median(self.values)
 
     def row(self, unit: str = "ms") -> Row:
-        """Returns cold, min, median and max as columns."""
+        """Return cold, min, median and max as columns."""
         numbers = {"cold": self.cold, "min": min(self.values), "median": self.median, "max": max(self.values)}
         return {f"{k}_{unit}": round(v, 3) for k, v in numbers.items()}
 
@@ -167,7 +167,7 @@ class Series:
 def interleave(
     columns: Mapping[str, Callable[[], float]], rounds: int, ticker: Ticker, cold: bool = True
 ) -> dict[str, Series]:
-    """Runs every column once per round, in the orders of ``rotated``.
+    """Run every column once per round, in the orders of ``rotated``.
 
     Args:
         columns: each call makes one measurement.
@@ -184,7 +184,7 @@ def interleave(
 
 
 def rotated(columns: Sequence[Column], turn: int) -> list[Column]:
-    """Returns the columns in the order of a round, by a balanced Latin square (Williams, Experimental designs balanced
+    """Return the columns in the order of a round, by a balanced Latin square (Williams, Experimental designs balanced
     for the estimation of residual effects of treatments, 1949): over as many rounds as there are columns, or twice as
     many of an odd number, each stands equally often in each place and behind each other one, so that what one leaves
     behind affects all of them alike."""
@@ -197,7 +197,7 @@ def rotated(columns: Sequence[Column], turn: int) -> list[Column]:
 def median_seconds(
     work: Callable[[], Any], placement: BenchDevice, repeats: int, before: Callable[[], Any] = lambda: None
 ) -> float:
-    """Returns the median seconds of ``repeats`` runs. On CUDA two warm-up runs do not count, and time is taken by
+    """Return the median seconds of ``repeats`` runs. On CUDA two warm-up runs do not count, and time is taken by
     events, with a cold cache when ``before`` clears it."""
     on_cuda = placement.device.type == "cuda"
     for _ in range(2 if on_cuda else 0):
@@ -220,7 +220,7 @@ def median_seconds(
 
 
 def paired(numerator: Series, denominator: Series) -> float:
-    """Returns the median over rounds of the ratio within a round."""
+    """Return the median over rounds of the ratio within a round."""
     return statistics.median(a / b for a, b in zip(numerator.values, denominator.values, strict=True))
 
 
@@ -238,19 +238,19 @@ class Ticker:
             self._progress.update(self._task, **changes)
 
     def expect(self, measurements: int) -> None:
-        """Announces how many more measurements will come."""
+        """Announce how many more measurements will come."""
         self._total += measurements
         self._update(total=self._total)
 
     @contextmanager
     def step(self, label: str) -> Iterator[None]:
-        """Counts the work inside the block as one measurement."""
+        """Count the work inside the block as one measurement."""
         self.say(label)
         yield
         self._update(advance=1)
 
     def say(self, label: str) -> None:
-        """Shows a text beside the bar."""
+        """Show a text beside the bar."""
         self._update(description=label)
 
     def __enter__(self) -> Ticker:

@@ -78,7 +78,7 @@ class _Meter:
         self.pages = max(self.pages, pages["total"] - pages["free"])
 
     def count(self, served: Sequence[Served]) -> None:
-        """Counts the copies of finished requests, each from the end of its time in the queue to its end."""
+        """Count the copies of finished requests, each from the end of its time in the queue to its end."""
         self.look()
         page = self._engine.stats()["pages"]["page_size"]
         changes = []
@@ -120,7 +120,7 @@ class _Meter:
     },
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
-    """Measures three tables; every row has a fresh engine, so that nothing cached earlier counts."""
+    """Measure three tables; every row has a fresh engine, so that nothing cached earlier counts."""
     model = make_model(settings.decoder, placement, gain=4.0, seed=settings.seed)
     prompts = _ShuffledPrompts(settings)
     ticker.expect(settings.same.requests + 1 + len(settings.counts) + len(settings.rates))
@@ -181,7 +181,7 @@ class _ShuffledPrompts:
 
 
 def _same_answers(settings: Settings, model: BenchModel, prompts: _ShuffledPrompts, ticker: Ticker) -> Row:
-    """Runs every request alone, then all at once. Raises BenchFailed if one is answered differently beside others."""
+    """Run every request alone, then all at once. Raise BenchFailed if one is answered differently beside others."""
     same = settings.same
     chunks = prompts.chunks(same.chunks, same.chunk_tokens)
     requests = [prompts.request(chunks, n, same.answer) for n in range(same.requests)]

@@ -16,7 +16,7 @@ FREE = ("only", "repeats")
 
 
 def earlier(path: Path, entry: Bench, settings: Any, placement: BenchDevice) -> dict[str, Any] | None:
-    """Returns the result that a file holds, or None if there is no file. Ask before hours are spent on a measurement.
+    """Return the result that a file holds, or None if there is no file. Ask before hours are spent on a measurement.
 
     Raises:
         BadRequest: the file holds no result of this bench with these settings, device and dtype.
@@ -44,7 +44,7 @@ def earlier(path: Path, entry: Bench, settings: Any, placement: BenchDevice) -> 
 
 
 def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the old result with the tables of the new one in the place of its own. ``settings.remade`` says of each
+    """Return the old result with the tables of the new one in the place of its own. ``settings.remade`` says of each
     of these tables on what machine and with which settings it was measured; the rest of the old result stays as it was.
 
     A table of both in which the columns are headlines, such as one of ratios, is merged row by row.

@@ -82,7 +82,7 @@ class Settings:
     wants={"worst_over_limit": "<= 1.2", "many_serial_over_parallel": ">= 1.4"},
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
-    """Measures every number of missing chunks, four ways in the same rounds, a prompt over many chunks, and images."""
+    """Measure every number of missing chunks, four ways in the same rounds, a prompt over many chunks, and images."""
     model = make_model(settings.decoder, placement, seed=settings.seed)
     seeing = make_model(settings.decoder, placement, settings.tower, seed=settings.seed)
     large = replace(
@@ -109,7 +109,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
 
 
 def _words(settings: Settings, shared: int) -> dict[str, str]:
-    """Returns what the columns and the headline mean."""
+    """Return what the columns and the headline mean."""
     limit = (
         "max(loads, compute + the loader's processor time / cores): loading costs processor time too, and compute uses "
         f"all {shared} cores"
@@ -132,7 +132,7 @@ def _words(settings: Settings, shared: int) -> dict[str, str]:
 def _measure(
     kind: str, settings: Settings, model: BenchModel, shared: int, ticker: Ticker
 ) -> tuple[list[Row], str, int]:
-    """Returns rows, the file system and the bytes of a chunk."""
+    """Return rows, the file system and the bytes of a chunk."""
     with fresh_library() as library, _Subject(kind, settings, model, library) as subject:
         columns: dict[str, Callable[[], float]] = {}
         for m in settings.missing:
@@ -215,7 +215,7 @@ class _Subject:
         drop_from_cache(list(self._library.root.rglob("*.safetensors")))
 
     def _bring(self, chunks: list[Chunk]) -> float:
-        """Returns the milliseconds until chunks are loaded from the disk and resident."""
+        """Return the milliseconds until chunks are loaded from the disk and resident."""
         return 1e3 * bring(self._engine, chunks)
 
     def _ask(self, m: int, tier: str) -> float:
@@ -239,7 +239,7 @@ class _Subject:
 
 
 def _rows(settings: Settings, samples: dict[str, Series], subject: _Subject, shared: int) -> list[Row]:
-    """Returns the rows. ``shared``: cores that loads and compute share, 0 when they share none."""
+    """Return the rows. ``shared``: cores that loads and compute share, 0 when they share none."""
     rows = []
     for m in settings.missing:
         names = ("loads", "compute", "parallel", "one after the other")
@@ -271,7 +271,7 @@ _LINES = {"serial": "o-", "parallel": "o-", "limit": "k--", "compute": ":", "loa
 
 
 def _plot(figure: Any, rows: Sequence[Row]) -> None:
-    """Draws a panel for each prompt: lines by how many of its chunks are missing, bars where none ever is."""
+    """Draw a panel for each prompt: lines by how many of its chunks are missing, bars where none ever is."""
     prompts = list(dict.fromkeys((row["table"], row["chunks"]) for row in rows))
     panels = figure.subplots(1, len(prompts), squeeze=False, width_ratios=[3] + [2] * (len(prompts) - 1))[0]
     for axes, (kind, chunks) in zip(panels, prompts, strict=True):

@@ -17,7 +17,7 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def peak_of(work: Callable[[], T], placement: BenchDevice) -> tuple[T, int | None]:
-    """Runs some work. Returns its result, and the bytes at its peak beyond those before: of the device on CUDA, of this
+    """Run some work. Return its result, and the bytes at its peak beyond those before: of the device on CUDA, of this
     process's resident memory on Linux, None where neither can be told.
 
     Memory that was freed before and not given back to the system is not seen when it is used again, so a first run of
@@ -37,7 +37,7 @@ def peak_of(work: Callable[[], T], placement: BenchDevice) -> tuple[T, int | Non
 
 
 def _reset() -> int | None:
-    """Sets the process's peak back to what it has now, and returns that."""
+    """Set the process's peak back to what it has now, and return that."""
     with suppress(OSError):  # there is no /proc, or the system does not let a process do this
         _RESET.write_text("5")
         return _field("VmRSS")

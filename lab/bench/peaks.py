@@ -44,7 +44,7 @@ class Settings:
     seed: int = 0
 
     def load(self, tokens: int) -> serving.Settings:
-        """Returns the load whose documents have so many tokens."""
+        """Return the load whose documents have so many tokens."""
         same = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "lengths"}
         return serving.Settings(chunk_tokens=tokens, **same)
 
@@ -72,7 +72,7 @@ class Settings:
     },
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
-    """Makes a row for each length and policy."""
+    """Make a row for each length and policy."""
     model = make_model(settings.decoder, placement, seed=settings.seed)
     ticker.expect(settings.repeats * len(settings.lengths) * len(settings.policies))
     rows: list[Row] = []

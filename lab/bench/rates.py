@@ -69,7 +69,7 @@ class Settings:
 
 
 def _headline(rows: Sequence[Row]) -> dict[str, float]:
-    """Returns the largest ratios of two policies in a cell; none if both answered something in no cell."""
+    """Return the largest ratios of two policies in a cell; none if both answered something in no cell."""
     cells: dict[tuple[str, float], dict[str, Row]] = {}
     for row in rows:
         cells.setdefault((row["table"], row["offered_per_s"]), {})[row["policy"]] = row
@@ -139,7 +139,7 @@ def _draw(figure: Any, rows: Sequence[Row]) -> None:
     headline=_headline,
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
-    """Makes a row for each share, rate and policy: means over the repeats, and their deviations."""
+    """Make a row for each share, rate and policy: means over the repeats, and their deviations."""
     model = make_model(settings.decoder, placement, seed=settings.seed)
     cells = [
         (share, rate, policy)
@@ -190,7 +190,7 @@ class _Users:
         self._documents: list[list[Chunk]] = []
 
     def enter(self, count: int) -> None:
-        """Compiles the documents of further users, until there are so many."""
+        """Compile the documents of further users, until there are so many."""
         settings = self._settings
         while len(self._documents) < count:
             made = self._ids.chunks(settings.documents, settings.document_tokens)
@@ -204,7 +204,7 @@ class _Users:
         return request_of(prompt, policy, self._settings.answer)
 
     def ask(self, policy: str, rate: float, repeat: int) -> Row:
-        """Sends a repeat's requests at their times, and returns what was answered within the time."""
+        """Send a repeat's requests at their times, and return what was answered within the time."""
         settings = self._settings
         rng = random.Random(f"{settings.seed} {repeat}")
         times = [time for time in poisson(rng, rate, settings.seconds) if time < settings.seconds] or [0.0]

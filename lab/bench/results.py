@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def machine(placement: BenchDevice) -> str:
-    """Returns a description of the machine, without names or paths."""
+    """Return a description of the machine, without names or paths."""
     memory = psutil.virtual_memory().total / 2**30
     parts = [
         f"{processor()}, {psutil.cpu_count(logical=True)} cores ({_instructions()})",
@@ -41,7 +41,7 @@ def machine(placement: BenchDevice) -> str:
 
 
 def _instructions() -> str:
-    """Returns the instructions that torch computes with on the CPU, and what it multiplies bfloat16 with there."""
+    """Return the instructions that torch computes with on the CPU, and what it multiplies bfloat16 with there."""
     parts = [instructions.level()]
     if instructions.unit():
         parts.append("AMX")
@@ -51,7 +51,7 @@ def _instructions() -> str:
 
 
 def as_json(entry: Bench, settings: Any, placement: BenchDevice, report: Report) -> dict[str, Any]:
-    """Returns the result in the form of its file: bench, machine, settings, rows, headline."""
+    """Return the result in the form of its file: bench, machine, settings, rows, headline."""
     return {
         "bench": entry.name,
         "machine": machine(placement),
@@ -62,7 +62,7 @@ def as_json(entry: Bench, settings: Any, placement: BenchDevice, report: Report)
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
-    """Writes the JSON under a temporary name and renames it, so that a reader never sees half of it."""
+    """Write the JSON under a temporary name and rename it, so that a reader never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(result, indent=2, default=str) + "\n")
@@ -70,13 +70,13 @@ def write(path: Path, result: dict[str, Any]) -> None:
 
 
 def save_plot(path: Path, report: Report) -> None:
-    """Writes the bench's plot, if it has one."""
+    """Write the bench's plot, if it has one."""
     if report.plot is not None:
         save_png(path, report.plot, (8, 4.5), dpi=130)
 
 
 def print_report(entry: Bench, report: Report, console: Console) -> None:
-    """Prints one table for every ``table`` of the rows, then the headline with its goals."""
+    """Print one table for every ``table`` of the rows, then the headline with its goals."""
     from rich.table import Table
 
     groups: dict[str, list[Row]] = {}

@@ -86,7 +86,7 @@ class _Search(Retrieval):
     wants={"reprefill_over_midlink": ">= 3"},
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
-    """Measures the time from a search to the next token in three ways."""
+    """Measure the time from a search to the next token in three ways."""
     # every token says the same: the first token of an answer opens a call, the second closes it
     model = make_model(settings.decoder, placement, settings.tower, seed=settings.seed, says=_Search.opens)
     ids = Ids(settings.decoder.vocabulary, settings.seed)
@@ -139,7 +139,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
 
 
 def _until_next(engine: Engine, request: GenerationRequest, job: _Search, shown: dict[str, Row]) -> float:
-    """Returns the milliseconds from the search of a request to its next token."""
+    """Return the milliseconds from the search of a request to its next token."""
     stream = iter(engine.submit(request))
     elapsed, usage = None, None
     linked = False
@@ -161,7 +161,7 @@ def _until_next(engine: Engine, request: GenerationRequest, job: _Search, shown:
 def _rebuilt(
     engine: Engine, policy: str, prompt: tuple[int, ...], job: _Search, shown: dict[str, Row]
 ) -> float:
-    """Returns the milliseconds from a search to the first token of a new request that is built from its result."""
+    """Return the milliseconds from a search to the first token of a new request that is built from its result."""
     generated = (
         engine.submit(request_of(prompt_of(prompt), policy, CALL_TOKENS + 1)).result().token_ids[:CALL_TOKENS]
     )

@@ -92,7 +92,7 @@ class Settings:
     },
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
-    """Measures three tables: backlog, random arrivals, and arrivals with chunks that are not compiled."""
+    """Measure three tables: backlog, random arrivals, and arrivals with chunks that are not compiled."""
     model = make_model(settings.decoder, placement, seed=settings.seed)
     tokens = 6 * settings.pool * settings.chunk_tokens + 64 * (settings.linked * settings.chunk_tokens + 512)
     ticker.expect(
@@ -145,14 +145,14 @@ class PoolSender:
         self._pooled = {str(chunk.key) for chunk in self.pool}
 
     def request(self, policy: str, rng: random.Random, cached: bool = True) -> Any:
-        """Returns a request of fresh text, chunks in random order, and fresh text."""
+        """Return a request of fresh text, chunks in random order, and fresh text."""
         settings = self._settings
         fresh = lambda: self._ids.chunks(settings.linked, settings.chunk_tokens)
         chunks = rng.sample(self.pool, settings.linked) if cached else fresh()
         return request_of(self._ids.framed(chunks, settings.text), policy, settings.answer)
 
     def backlog(self, policy: str) -> Row:
-        """Sends enough requests at once to keep the engine busy for a while."""
+        """Send enough requests at once to keep the engine busy for a while."""
         rng = random.Random(self._settings.seed)
         compile_all(self._engine, self.pool)  # what was measured before may have taken their pages
         first_token(self._engine, self.request(policy, rng))
@@ -172,7 +172,7 @@ class PoolSender:
         }
 
     def arrivals(self, policy: str, rate: float, ratio: float | None = None) -> Row:
-        """Sends requests at random times; with ``ratio``, only that share of them links cached chunks."""
+        """Send requests at random times; with ``ratio``, only that share of them links cached chunks."""
         rng = random.Random(self._settings.seed + 1)
         times = poisson(rng, rate, self._settings.seconds, 3 if ratio is None else LEAST)
         cached = hits(rng, len(times), 1.0 if ratio is None else ratio)
@@ -196,13 +196,13 @@ class PoolSender:
         return row | {"compiled_again": self._compiled_again(served)}
 
     def _compiled_again(self, served: Iterable[Served]) -> int:
-        """Returns how many chunks of the pool were not resident when a request linked them."""
+        """Return how many chunks of the pool were not resident when a request linked them."""
         uses = (use for one in served for use in one.usage.chunks)
         return sum(use.key in self._pooled and use.tier == "compiled" for use in uses)
 
 
 def hits(rng: random.Random, count: int, ratio: float) -> list[bool]:
-    """Returns which of ``count`` requests link cached chunks: a share of ``ratio`` as near as whole requests allow, in
+    """Return which of ``count`` requests link cached chunks: a share of ``ratio`` as near as whole requests allow, in
     random order."""
     found = round(ratio * count)
     cached = [True] * found + [False] * (count - found)
@@ -211,7 +211,7 @@ def hits(rng: random.Random, count: int, ratio: float) -> list[bool]:
 
 
 def backlogs_of(sender: PoolSender, settings: Settings, ticker: Ticker) -> dict[str, list[Row]]:
-    """Returns the backlogs of each policy, which took turns."""
+    """Return the backlogs of each policy, which took turns."""
     what = f"backlog of {settings.linked} x {settings.chunk_tokens}"
     return in_turns(sender.backlog, settings.policies, settings.repeats, ticker, what)
 
@@ -219,7 +219,7 @@ def backlogs_of(sender: PoolSender, settings: Settings, ticker: Ticker) -> dict[
 def in_turns(
     measure: Callable[[str], Row], policies: Sequence[str], repeats: int, ticker: Ticker, what: str
 ) -> dict[str, list[Row]]:
-    """Returns the rows that ``measure`` makes of each policy, ``repeats`` of each, measured in turns."""
+    """Return the rows that ``measure`` makes of each policy, ``repeats`` of each, measured in turns."""
     found: dict[str, list[Row]] = {policy: [] for policy in policies}
     for turn in range(repeats):
         for policy in rotated(policies, turn):
@@ -229,13 +229,13 @@ def in_turns(
 
 
 def peak_ratio(backlogs: Mapping[str, Sequence[Row]], policy: str, base: str) -> float:
-    """Returns the peak of a policy over that of another: the median of the ratios within a round."""
+    """Return the peak of a policy over that of another: the median of the ratios within a round."""
     ours, theirs = (Series(0.0, [one["requests_per_s"] for one in backlogs[name]]) for name in (policy, base))
     return paired(ours, theirs)
 
 
 def over_cacheblend(backlogs: Mapping[str, Sequence[Row]]) -> dict[str, float]:
-    """Returns headline numbers of LegoLink beside CacheBlend: the ratio of their peaks, and the inverse one of their
+    """Return headline numbers of LegoLink beside CacheBlend: the ratio of their peaks, and the inverse one of their
     counted operations."""
     linked, blended = "legolink-16", "cacheblend-15"
     return {
@@ -246,7 +246,7 @@ def over_cacheblend(backlogs: Mapping[str, Sequence[Row]]) -> dict[str, float]:
 
 
 def of_rounds(found: list[Row]) -> Row:
-    """Returns one row for a policy's backlogs: medians, the least and most requests a second, and all requests."""
+    """Return one row for a policy's backlogs: medians, the least and most requests a second, and all requests."""
     row = found[0] | {name: sum(one[name] for one in found) for name in SUMS if name in found[0]}
     row |= {name: round(statistics.median(one[name] for one in found), 3) for name in MEDIANS if name in row}
     rates = [one["requests_per_s"] for one in found]
@@ -254,13 +254,13 @@ def of_rounds(found: list[Row]) -> Row:
 
 
 def backlog_size(seconds: float, alone: float) -> int:
-    """Returns the number of requests for a backlog of ``seconds`` when each takes ``alone`` seconds; at least 3, at
+    """Return the number of requests for a backlog of ``seconds`` when each takes ``alone`` seconds; at least 3, at
     most 400."""
     return max(3, min(400, round(seconds / alone)))
 
 
 def with_spread(rows: Sequence[Row]) -> tuple[list[float], list[list[float]]]:
-    """Returns the peaks of rows, and how far the least is below and the most above each (0 in rows of one backlog)."""
+    """Return the peaks of rows, and how far the least is below and the most above each (0 in rows of one backlog)."""
     peaks = [row["requests_per_s"] for row in rows]
     least, most = ([row.get(name, row["requests_per_s"]) for row in rows] for name in SPREAD)
     below = [peak - low for peak, low in zip(peaks, least, strict=True)]
@@ -268,7 +268,7 @@ def with_spread(rows: Sequence[Row]) -> tuple[list[float], list[list[float]]]:
 
 
 def plot(figure: Any, rows: list[Row], unit: str, quantile: str) -> None:
-    """Draws peaks as bars, and the time to the first token (``p50`` or ``p99``) over the offered rate."""
+    """Draw peaks as bars, and the time to the first token (``p50`` or ``p99``) over the offered rate."""
     peak, ttft = figure.subplots(1, 2)
     shown = [row for row in rows if row["table"] == BACKLOG]
     rates, beside = with_spread(shown)

@@ -146,7 +146,7 @@ def _flags(engine: str, settings: Settings, placement: BenchDevice) -> list[str]
 
 
 def _upload(client: MPIC, settings: Settings, folder: Path) -> None:
-    """Uploads the pool; every image is compiled when this returns."""
+    """Upload the pool; every image is compiled when this returns."""
     made = []
     for number in range(settings.pool):
         path = folder / f"{number}.png"
@@ -169,7 +169,7 @@ class _PoolLoad:
         self._rng = random.Random(settings.seed)
 
     def prompt(self) -> str:
-        """Returns a prompt of fresh text with images of the pool in random order."""
+        """Return a prompt of fresh text with images of the pool in random order."""
         linked, text = self._settings.linked, self._settings.text
         between = text // (2 * linked)
         parts = [self._ids.fresh(text // 2)] + [self._ids.fresh(between) for _ in range(linked - 1)]
@@ -181,7 +181,7 @@ class _PoolLoad:
         )
 
     def backlog(self, client: MPIC, policy: str) -> Row:
-        """Sends enough requests at once to keep the server busy for a while."""
+        """Send enough requests at once to keep the server busy for a while."""
         for _ in range(2):  # the first request may load and warm up what later ones use
             asked = client.chat.completions.create(
                 self.prompt(), max_tokens=self._settings.answer, mpic={"policy": policy, "ignore_eos": True}
@@ -199,7 +199,7 @@ class _PoolLoad:
         }
 
     def arrivals(self, policy: str, rate: float) -> Row:
-        """Sends requests at random times."""
+        """Send requests at random times."""
         count = max(3, round(rate * self._settings.seconds))
         result = self._send(policy, count, str(rate), 10 * self._settings.seconds)
         return {
@@ -213,7 +213,7 @@ class _PoolLoad:
         }
 
     def _send(self, policy: str, count: int, rate: str, seconds: float) -> dict[str, Any]:
-        """Runs the generator. Raises BenchFailed if a request fails, or it takes far longer than it should."""
+        """Run the generator. Raise BenchFailed if a request fails, or it takes far longer than it should."""
         path = self._folder / "prompts.jsonl"
         prompts = [self.prompt() for _ in range(count)]
         path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
@@ -243,7 +243,7 @@ class _PoolLoad:
 
 
 def generate(arguments: Sequence[str], seconds: float) -> dict[str, Any]:
-    """Runs ``vllm bench serve`` in this process and returns its result; its output is dropped.
+    """Run ``vllm bench serve`` in this process and return its result; its output is dropped.
 
     Raises:
         BenchFailed: it did not end in time.

@@ -83,7 +83,7 @@ class Start:
     on_cpu=True,
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
-    """Makes a row for each way to start."""
+    """Make a row for each way to start."""
     ticker.expect(3 * (settings.uncounted + settings.repeats))
     samples: dict[str, list[Start]] = {ALWAYS: [], KEPT: []}
     bare: list[Start] = []
@@ -119,7 +119,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
 
 @contextmanager
 def started(model: str, data_dir: Path, *options: str) -> Iterator[Start]:
-    """Starts a server, waits until it is ready, yields what that took, and ends it.
+    """Start a server, wait until it is ready, yield what that took, and end it.
 
     Raises:
         StartFailed: the server does not start.
@@ -138,7 +138,7 @@ def started(model: str, data_dir: Path, *options: str) -> Iterator[Start]:
 
 
 def _loaded(model: str) -> Start:
-    """Returns what a process takes that imports the libraries and loads a model with transformers, without a server.
+    """Return what a process takes that imports the libraries and loads a model with transformers, without a server.
 
     Raises:
         BenchFailed: it did not load it; the message holds the end of what it wrote.

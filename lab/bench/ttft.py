@@ -73,12 +73,12 @@ class Prompts:
         self.owners = 0
 
     def again(self) -> list[Chunk]:
-        """Returns the same images from an owner that the engine has not seen, so that they have to be encoded."""
+        """Return the same images from an owner that the engine has not seen, so that they have to be encoded."""
         self.owners += 1
         return [image_chunk(image, f"bench-{self.owners}") for image in self.images]
 
     def make(self, chunks: list[Chunk], system: tuple[int, ...] | None = None) -> Prompt:
-        """Returns system prompt, half of the text, the images with a little text between them, the rest of the text."""
+        """Return system prompt, half of the text, the images with a little text between them, the rest of the text."""
         s = self._settings
         between = s.text // (2 * len(chunks))
         head = s.text // 2
@@ -96,7 +96,7 @@ class Prompts:
     wants={"prefix_over_mpic32": ">= 6", "mpic32_over_floor": "<= 1.25"},
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
-    """Measures every policy and the floor in the same rounds."""
+    """Measure every policy and the floor in the same rounds."""
     model = make_model(settings.decoder, placement, settings.tower, seed=settings.seed)
     prompts = Prompts(settings)
     image_tokens = settings.images * settings.tower.tokens
@@ -174,7 +174,7 @@ def _rows(table: str, samples: dict[str, Series], usages: dict[str, GenerationUs
 
 
 def bars(axes: Any, first: dict[str, Series], with_vision: dict[str, Series]) -> None:
-    """Draws medians of the time to the first token, and on top of them the time of vision encoding."""
+    """Draw medians of the time to the first token, and on top of them the time of vision encoding."""
     names = list(first)
     medians = [first[name].median for name in names]
     axes.barh(names, medians, label="vision encoding left out")

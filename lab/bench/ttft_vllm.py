@@ -63,7 +63,7 @@ ONE_BY_ONE, AT_ONCE = "one after the other", "at once"
     in_process=False,
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
-    """Measures first tokens, then decoding; the two engines take turns."""
+    """Measure first tokens, then decoding; the two engines take turns."""
     prompts = ttft.Prompts(settings)
     with both_engines(settings, placement, ticker) as engines:
         linked = Ours(settings, engines.ours, prompts, engines.library)
@@ -121,7 +121,7 @@ def _notes(settings: Settings) -> dict[str, Any]:
 def _first_tokens(
     settings: Settings, alone: VllmAlone, linked: Ours, ticker: Ticker
 ) -> tuple[dict[str, Series], dict[str, Series]]:
-    """Returns the times to the first token without and with the vision encoder."""
+    """Return the times to the first token without and with the vision encoder."""
     columns = {
         ALONE: alone.first,
         FLOOR: alone.first_cached,
@@ -136,7 +136,7 @@ def _first_tokens(
 
 
 def _questions(settings: Settings, linked: Ours, ticker: Ticker) -> dict[str, Series]:
-    """Returns the times until several questions about the same images have their first tokens. Links of one user,
+    """Return the times until several questions about the same images have their first tokens. Links of one user,
     policy and set of images have one salt; they are computed in the same steps."""
     columns = {ONE_BY_ONE: linked.one_by_one, AT_ONCE: linked.at_once}
     ticker.expect(settings.vision_repeats * len(columns))
@@ -146,7 +146,7 @@ def _questions(settings: Settings, linked: Ours, ticker: Ticker) -> dict[str, Se
 def _decoding(
     settings: Settings, alone: VllmAlone, linked: Ours, ticker: Ticker
 ) -> dict[tuple[str, str], Series]:
-    """Returns the rates of running answers by engine and by the prompts that arrive meanwhile."""
+    """Return the rates of running answers by engine and by the prompts that arrive meanwhile."""
 
     def cached() -> float:
         alone.prime()
@@ -170,7 +170,7 @@ def _rate(
     answer: Callable[[list[float]], Future[Any]],
     arrive: Callable[[], Future[Any]] | None = None,
 ) -> float:
-    """Returns the tokens per second of all answers, from the time at which all are being generated until the first one
+    """Return the tokens per second of all answers, from the time at which all are being generated until the first one
     ends.
 
     Args:
@@ -191,7 +191,7 @@ def _rate(
 
 
 def rate(times_of: Sequence[Sequence[float]]) -> float:
-    """Returns the tokens per second over the time that all answers share, given the times of each one's tokens."""
+    """Return the tokens per second over the time that all answers share, given the times of each one's tokens."""
     begin, end = max(times[0] for times in times_of), min(times[-1] for times in times_of)
     if end <= begin:
         raise BenchFailed("the answers were not generated at the same time")

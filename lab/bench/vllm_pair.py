@@ -86,7 +86,7 @@ class BothEngines:
 
 @contextmanager
 def both_engines(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Iterator[BothEngines]:
-    """Starts both engines side by side on a random model."""
+    """Start both engines side by side on a random model."""
     ticker.say("starting vLLM, twice")
     with TemporaryDirectory(prefix="mpic-bench-") as folder, fresh_library() as library:
         path = Path(folder, "bench")
@@ -100,7 +100,7 @@ def both_engines(settings: Settings, placement: BenchDevice, ticker: Ticker) -> 
 def engines_of(
     settings: Settings, placement: BenchDevice, model: str, library: Library
 ) -> Iterator[tuple[PlainVLLM, Any]]:
-    """Starts vLLM alone and our engine inside vLLM side by side on a saved model."""
+    """Start vLLM alone and our engine inside vLLM side by side on a saved model."""
     cpu = prepare_environment()
     # imports vLLM, which reads its environment then
     from mpic.engine.vllm.frontend.model import describe_model
@@ -117,7 +117,7 @@ def engines_of(
 
 
 def _config(settings: Settings, placement: BenchDevice, model: str) -> EngineConfig:
-    """Returns the configuration of both engines. The pool has room for what runs at once, for the floor's prefix and,
+    """Return the configuration of both engines. The pool has room for what runs at once, for the floor's prefix and,
     as vLLM wants it, for one prompt as long as the model's context."""
     prompts = max(settings.arrivals + 1, settings.questions)
     tokens = prompts * (settings.length + settings.block)
@@ -128,7 +128,7 @@ def _config(settings: Settings, placement: BenchDevice, model: str) -> EngineCon
 def engine_config(
     decoder: DecoderShape, placement: BenchDevice, model: str, tokens: int, block: int, **more: Any
 ) -> EngineConfig:
-    """Returns the configuration of an engine that has no more than it needs of a device.
+    """Return the configuration of an engine that has no more than it needs of a device.
 
     Args:
         tokens: that the KV cache holds at least.
@@ -164,13 +164,13 @@ class VllmAlone:
         return self._checked(self.arrive_cached().result(), self._settings.cached).first_ms
 
     def first_encoded(self) -> float:
-        """Asks with the same images from another user, so that they have to be encoded."""
+        """Ask with the same images from another user, so that they have to be encoded."""
         prompt = self._prompts.make(self._prompts.again())
         parts = [getattr(segment, "chunk", None) or segment.token_ids for segment in prompt.segments]
         return self._checked(self._engine.ask(parts, 2).result(), 0).first_ms
 
     def prime(self) -> None:
-        """Computes the shared prefix, so that it is in the prefix cache."""
+        """Compute the shared prefix, so that it is in the prefix cache."""
         self.arrive_cached().result()
 
     def arrive(self) -> Future[TimedAnswer]:
@@ -233,12 +233,12 @@ class Ours:
         return elapsed, usage
 
     def one_by_one(self) -> float:
-        """Asks several questions about the same images, each when the one before it has been answered; returns the sum
+        """Ask several questions about the same images, each when the one before it has been answered; return the sum
         of the milliseconds to their first tokens."""
         return sum(self._link(self._prompts.chunks)[0] for _ in range(self._settings.questions))
 
     def at_once(self) -> float:
-        """Asks the same number of questions at once; returns the milliseconds until all have their first token."""
+        """Ask the same number of questions at once; return the milliseconds until all have their first token."""
         asked = [self.arrive() for _ in range(self._settings.questions)]
         return max(one.result()[0] for one in asked)
 

@@ -48,12 +48,12 @@ class DecoderShape:
     context: int = 32_768
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """Returns the bytes of one token's keys and values in all layers."""
+        """Return the bytes of one token's keys and values in all layers."""
         width = self.hidden // self.heads * (self.kv_heads or self.heads)
         return self.layers * 2 * width * dtype.itemsize
 
     def sizes(self) -> dict[str, int]:
-        """Returns what the configuration of a decoder says about them, whichever its kind."""
+        """Return what the configuration of a decoder says about them, whichever its kind."""
         return {
             "vocab_size": self.vocabulary,
             "hidden_size": self.hidden,
@@ -156,7 +156,7 @@ def random_model(
     gain: float = 1.0,
     seed: int = 0,
 ) -> nn.Module:
-    """Returns a random Llama, or a random LLaVA when there is a tower.
+    """Return a random Llama, or a random LLaVA when there is a tower.
 
     Args:
         gain: multiplies the weights; more than 1 makes attention sharp, so that answers depend on what is linked.
@@ -186,7 +186,7 @@ def random_model(
 
 
 def describe(model: nn.Module, decoder: DecoderShape) -> str:
-    """Returns a description of a model of ``random_model``, for the settings."""
+    """Return a description of a model of ``random_model``, for the settings."""
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     kind = "LLaVA" if isinstance(model, tf.LlavaForConditionalGeneration) else "Llama"
     shape = f"{decoder.layers} layers x {decoder.hidden}, {decoder.heads} heads"
@@ -208,20 +208,20 @@ class Ids:
         return tuple(torch.randint(10, self._vocabulary, (n,), generator=self._generator).tolist())
 
     def chunks(self, count: int, tokens: int) -> list[Chunk]:
-        """Returns texts of fresh tokens as chunks."""
+        """Return texts of fresh tokens as chunks."""
         return [text_chunk(self.fresh(tokens)) for _ in range(count)]
 
     def framed(self, chunks: Sequence[Chunk], text: int) -> Prompt:
-        """Returns a prompt of chunks with ``text`` fresh tokens around them, half before and half behind."""
+        """Return a prompt of chunks with ``text`` fresh tokens around them, half before and half behind."""
         return prompt_of(self._beginning(text // 2), *chunks, self.fresh(text - text // 2))
 
     def spaced(self, chunks: Sequence[Chunk], before: int, behind: int, between: int = 2) -> Prompt:
-        """Returns a prompt with so many fresh tokens before the chunks, after each of them, and after all."""
+        """Return a prompt with so many fresh tokens before the chunks, after each of them, and after all."""
         parts = [part for chunk in chunks for part in (chunk, self.fresh(between))]
         return prompt_of(self._beginning(before), *parts, self.fresh(behind))
 
     def _beginning(self, n: int) -> tuple[int, ...]:
-        """Returns fresh tokens for the beginning of a prompt. No two begin with the same one until every token has been
+        """Return fresh tokens for the beginning of a prompt. No two begin with the same one until every token has been
         the first, because a prefix cache finds even a single token."""
         if len(self._begun) == self._vocabulary - 10:
             self._begun.clear()
@@ -248,7 +248,7 @@ def random_image(seed: int, side: int) -> Image.Image:
 
 
 def prompt_of(*parts: Chunk | Sequence[int]) -> Prompt:
-    """Returns a prompt with a link for each chunk and a text for each sequence of neighbouring lists of ids."""
+    """Return a prompt with a link for each chunk and a text for each sequence of neighbouring lists of ids."""
     segments: list[TextSegment | ChunkSegment] = []
     for part in parts:
         if isinstance(part, Chunk):
@@ -274,7 +274,7 @@ def request_of(
 def engine_for(
     model: BenchModel, tokens: int, store: ChunkStore | None = None, **options: object
 ) -> Iterator[Engine]:
-    """Starts the native engine on a model, with an empty pool that has room for ``tokens``, and closes it at the end.
+    """Start the native engine on a model, with an empty pool that has room for ``tokens``, and close it at the end.
 
     Args:
         options: of ``EngineConfig``.
@@ -303,13 +303,13 @@ def engine_for(
 
 
 def compile_all(engine: Engine, chunks: Sequence[Chunk], wrapping: Wrapping = BARE) -> None:
-    """Makes chunks resident."""
+    """Make chunks resident."""
     for future in [engine.compile(chunk, wrapping) for chunk in chunks]:
         future.result()
 
 
 def bring(engine: Engine, chunks: Sequence[Chunk]) -> float:
-    """Loads stored chunks and waits until they are resident; returns the seconds it took.
+    """Load stored chunks and wait until they are resident; return the seconds it took.
 
     Raises:
         BenchFailed: they are not resident after a minute.
@@ -326,7 +326,7 @@ def bring(engine: Engine, chunks: Sequence[Chunk]) -> float:
 
 
 def first_token(engine: Engine, request: GenerationRequest) -> tuple[float, GenerationUsage]:
-    """Returns the milliseconds from submission to the first token as the caller sees it; the request is then read to
+    """Return the milliseconds from submission to the first token as the caller sees it; the request is then read to
     its end.
 
     Ask for two tokens, so that the end of the request is not counted as part of the time to the first.
@@ -357,7 +357,7 @@ def decoding(engine: Engine, requests: Sequence[GenerationRequest]) -> Iterator[
 
 
 def expect(usage: GenerationUsage, *, reused: int, prefix_hit: int) -> None:
-    """Checks that the engine did what the column claims, without which a measurement does not count."""
+    """Check that the engine did what the column claims, without which a measurement does not count."""
     stale = [c.tier for c in usage.chunks if c.reused and c.tier != "device"]
     if usage.reused != reused or usage.prefix_hit != prefix_hit or stale:
         raise BenchFailed(

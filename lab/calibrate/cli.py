@@ -63,7 +63,7 @@ def calibrate(
 ) -> None:
     """Measure what reuse costs the answers of your model, and let the policy `auto` choose by it.
 
-    Asks for codes in documents of real prose, and about pictures if the model sees them, under `full` and under every
+    Ask for codes in documents of real prose, and about pictures if the model sees them, under `full` and under every
     policy; one that can no longer meet the bound is asked no further. The cheapest that meets it is what `auto` then
     serves for that kind of chunk, from the server's next start on; if none is shown to, `auto` stays `prefix`, which is
     exact. Give the options by which you serve the model: a calibration is of one model in one dtype.

@@ -40,18 +40,18 @@ class Paired:
         return 100 * (self.worse - self.better) / self.n
 
     def interval(self) -> tuple[float, float]:
-        """Returns the 95 % interval of the points lost."""
+        """Return the 95 % interval of the points lost."""
         return -_upper(self.better, self.worse, self.n), _upper(self.worse, self.better, self.n)
 
     def cannot_meet(self, bound: float, questions: int) -> bool:
-        """Returns whether the bound is exceeded already, or the interval would end above it even if none of the rest of
+        """Return whether the bound is exceeded already, or the interval would end above it even if none of the rest of
         so many questions differed, where so many can show it at all."""
         n = max(self.n, questions)
         hopeless = _upper(0, 0, n) <= bound < _upper(self.worse, self.better, n)
         return hopeless or self.interval()[0] > bound
 
     def questions_for(self, bound: float) -> int | None:
-        """Returns how many questions would show that the bound is met, if the others were like these; None: it is not
+        """Return how many questions would show that the bound is met, if the others were like these; None: it is not
         met, or none would do."""
         if self.lost >= bound:
             return None
@@ -64,7 +64,7 @@ class Paired:
 
 
 def _upper(worse: float, better: float, n: float) -> float:
-    """Returns the upper end of the interval, in points: the largest difference that the answers do not contradict."""
+    """Return the upper end of the interval, in points: the largest difference that the answers do not contradict."""
 
     def contradicted(d: float) -> bool:
         b = -worse - better + (2 * n - worse + better) * d
@@ -80,7 +80,7 @@ def _upper(worse: float, better: float, n: float) -> float:
 
 
 def paired(answers: Iterable[PolicyAnswer], policy: str) -> Paired:
-    """Compares the answers of a policy with those of ``full`` to the same questions."""
+    """Compare the answers of a policy with those of ``full`` to the same questions."""
     lost = [points(full) - points(mine) for mine, full in _both(answers, policy)]
     return Paired(
         len(lost), sum(max(0.0, one) for one in lost) / 100, sum(max(0.0, -one) for one in lost) / 100
@@ -88,7 +88,7 @@ def paired(answers: Iterable[PolicyAnswer], policy: str) -> Paired:
 
 
 def measured(answers: Iterable[PolicyAnswer], policy: str) -> MeasuredPolicy | None:
-    """Returns the figures of a policy; None if it answered nothing that ``full`` answered, too."""
+    """Return the figures of a policy; None if it answered nothing that ``full`` answered, too."""
     both = _both(answers, policy)
     if not both:
         return None
@@ -104,7 +104,7 @@ def measured(answers: Iterable[PolicyAnswer], policy: str) -> MeasuredPolicy | N
 
 
 def right(answers: Iterable[PolicyAnswer]) -> float | None:
-    """Returns the points of 100 that ``full`` has; None if it answered nothing."""
+    """Return the points of 100 that ``full`` has; None if it answered nothing."""
     return mean_of(points(one) for one in answers if one.policy == "full" and one.skipped is None)
 
 
@@ -122,7 +122,7 @@ IMAGE_TASKS = frozenset({
 
 
 def kind_of(task: str) -> str | None:
-    """Returns the kind of chunk that a task's questions are about; None: both in one prompt."""
+    """Return the kind of chunk that a task's questions are about; None: both in one prompt."""
     find(task)
     if task == "world-mixed":
         return None

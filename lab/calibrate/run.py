@@ -59,7 +59,7 @@ class Calibrator(Evaluator):
         self._hopeless: set[tuple[str, str]] = set()
 
     def settings(self) -> EngineConfig:
-        """Returns how the engine is loaded: as a server loads it, so that the calibration is of what is served."""
+        """Return how the engine is loaded: as a server loads it, so that the calibration is of what is served."""
         return replace(super().settings(), dtype=self.config.dtype)
 
     def loaded(self, engine: Engine) -> None:
@@ -71,7 +71,7 @@ class Calibrator(Evaluator):
             self.config = replace(self.config, tasks=tasks)
 
     def policies_of(self, task: str) -> Sequence[str]:
-        """Returns ``full`` and the policies that may still meet the bound; none if no other is left, or the task is
+        """Return ``full`` and the policies that may still meet the bound; none if no other is left, or the task is
         about both kinds at once."""
         if (kind := kind_of(task)) is None:
             return ()
@@ -84,12 +84,12 @@ class Calibrator(Evaluator):
         return left if left != ["full"] else ()
 
     def questions(self, kind: str) -> int:
-        """Returns how many questions are asked about a kind of chunk."""
+        """Return how many questions are asked about a kind of chunk."""
         cells = self.config.cells()
         return sum(options.questions for name, options in cells if kind_of(name) == kind)
 
     def answers_by_kind(self) -> dict[str, list[PolicyAnswer]]:
-        """Returns the answers so far, without those to prompts with both kinds."""
+        """Return the answers so far, without those to prompts with both kinds."""
         found: dict[str, list[PolicyAnswer]] = defaultdict(list)
         tasks = {entry.name for entry in self.config.tasks}
         for answer in self.done.values():
@@ -98,7 +98,7 @@ class Calibrator(Evaluator):
         return dict(found)
 
     def result(self) -> tuple[Calibration, list[Verdict], list[str]]:
-        """Returns the calibration, what it says of every policy and kind, and the kinds that could not be measured,
+        """Return the calibration, what it says of every policy and kind, and the kinds that could not be measured,
         with the reason."""
         assert self.info is not None, "asked before the model was loaded"
         kinds, verdicts, notes = {}, [], []

@@ -86,7 +86,7 @@ class PolicyAnswer:
 
 
 def read_answers(out: Path) -> list[PolicyAnswer]:
-    """Returns the answers a run has written so far, without a line cut off by an interruption. Of a question that was
+    """Return the answers a run has written so far, without a line cut off by an interruption. Of a question that was
     asked again, the last answer counts.
 
     Raises:
@@ -102,7 +102,7 @@ def read_answers(out: Path) -> list[PolicyAnswer]:
 
 
 def read_entries(path: Path) -> list[dict[str, Any]]:
-    """Returns the objects in a file of lines, none if it does not exist, without a line cut off by an interruption.
+    """Return the objects in a file of lines, none if it does not exist, without a line cut off by an interruption.
 
     Raises:
         BadRequest: a line is not JSON.
@@ -111,7 +111,7 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
 
 
 def entries_of(path: Path, data: bytes) -> list[dict[str, Any]]:
-    """Returns the objects in ``data``, which was read from ``path``."""
+    """Return the objects in ``data``, which was read from ``path``."""
     found = []
     lines = data.split(b"\n")
     for number, line in enumerate(lines, 1):
@@ -126,7 +126,7 @@ def entries_of(path: Path, data: bytes) -> list[dict[str, Any]]:
 
 
 def end_at_a_whole_line(path: Path) -> None:
-    """Prepares a file for appending: removes an incomplete last line, or adds the line break that a complete one
+    """Prepare a file for appending: remove an incomplete last line, or add the line break that a complete one
     lacks."""
     data = path.read_bytes() if path.exists() else b""
     last = data.rpartition(b"\n")[2]
@@ -140,7 +140,7 @@ def end_at_a_whole_line(path: Path) -> None:
 
 
 def ready(out: Path) -> list[PolicyAnswer]:
-    """Prepares a run's file for appending, and returns the answers in it."""
+    """Prepare a run's file for appending, and return the answers in it."""
     path, packed = out / NAME, out / f"{NAME}.gz"
     answers = read_answers(out)
     if not path.exists() and packed.exists():
@@ -153,7 +153,7 @@ def ready(out: Path) -> list[PolicyAnswer]:
 
 
 def lines_of(answers: Iterable[PolicyAnswer]) -> str:
-    """Returns answers as lines of the file."""
+    """Return answers as lines of the file."""
     return "".join(json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in answers)
 
 

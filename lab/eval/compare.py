@@ -76,7 +76,7 @@ class PolicyResult:
 
 
 def compare_policies(answers: Iterable[PolicyAnswer], grades: Grades | None = None) -> list[PolicyResult]:
-    """Returns the result of each policy over all cells it answered, each cell counting the same."""
+    """Return the result of each policy over all cells it answered, each cell counting the same."""
     cells = cells_of(answers)
     found = []
     for policy in policies_of(cells):
@@ -114,7 +114,7 @@ def compare_policies(answers: Iterable[PolicyAnswer], grades: Grades | None = No
 
 
 def losses(cells: Cells, policy: str) -> dict[str, Lost]:
-    """Returns the points lost on each task, over its numbers of chunks."""
+    """Return the points lost on each task, over its numbers of chunks."""
     by_task: dict[str, list[tuple[Sequence[PolicyAnswer], Sequence[PolicyAnswer]]]] = defaultdict(list)
     for (task, _), cell in cells.items():
         if policy in cell:
@@ -123,7 +123,7 @@ def losses(cells: Cells, policy: str) -> dict[str, Lost]:
 
 
 def lost(parts: Sequence[tuple[Sequence[PolicyAnswer], Sequence[PolicyAnswer]]]) -> Lost:
-    """Returns the points lost over cells, given as (the policy's answers, those of ``full``)."""
+    """Return the points lost over cells, given as (the policy's answers, those of ``full``)."""
     differences = [
         np.array([points(b) - points(a) for a, b in zip(mine, full, strict=True)]) for mine, full in parts
     ]
@@ -132,7 +132,7 @@ def lost(parts: Sequence[tuple[Sequence[PolicyAnswer], Sequence[PolicyAnswer]]])
 
 
 def interval(parts: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Returns the 95 % interval of the mean over parts of their means, by the bootstrap over the questions of each.
+    """Return the 95 % interval of the mean over parts of their means, by the bootstrap over the questions of each.
 
     Of n questions n - 1 are drawn: with n the variance of a part would come out by (n - 1) / n too small, which counts
     where parts have a few questions each (Rao and Wu, Resampling inference with complex survey data, 1988).
@@ -147,7 +147,7 @@ def interval(parts: Sequence[np.ndarray]) -> tuple[float, float]:
 
 
 def cells_of(answers: Iterable[PolicyAnswer]) -> dict[Cell, dict[str, list[PolicyAnswer]]]:
-    """Returns the cells that ``full`` answered, with the samples that every policy of the cell answered."""
+    """Return the cells that ``full`` answered, with the samples that every policy of the cell answered."""
     grouped: dict[Cell, dict[str, dict[str, PolicyAnswer]]] = defaultdict(lambda: defaultdict(dict))
     for answer in answers:
         if answer.skipped is None:
@@ -168,12 +168,12 @@ def policies_of(cells: Cells) -> list[str]:
 
 
 def complete_policies(cells: Cells) -> list[str]:
-    """Returns the policies that answered every cell."""
+    """Return the policies that answered every cell."""
     return [policy for policy in policies_of(cells) if all(policy in cell for cell in cells.values())]
 
 
 def at_every_count(cells: Cells) -> tuple[list[int], list[str]]:
-    """Returns the numbers of chunks, and the tasks that have all of them, so that means over these tasks can be
+    """Return the numbers of chunks, and the tasks that have all of them, so that means over these tasks can be
     compared."""
     counts = sorted({chunks for _, chunks in cells})
     tasks = dict.fromkeys(task for task, _ in cells)
@@ -187,7 +187,7 @@ def at_count(
     policy: str,
     value: Callable[[Sequence[PolicyAnswer]], float | None],
 ) -> float | None:
-    """Returns a policy's mean over the tasks for which ``full`` has a value; None if it lacks one of them, because its
+    """Return a policy's mean over the tasks for which ``full`` has a value; None if it lacks one of them, because its
     mean would be over other questions."""
     compared = [cell for task in tasks if value((cell := cells[task, count])["full"]) is not None]
     found = [value(cell[policy]) if policy in cell else None for cell in compared]
@@ -195,32 +195,32 @@ def at_count(
 
 
 def score(answers: Sequence[PolicyAnswer]) -> float:
-    """Returns the mean of the task's metric, in points of 100."""
+    """Return the mean of the task's metric, in points of 100."""
     return statistics.mean(points(answer) for answer in answers)
 
 
 def ttft(answers: Sequence[PolicyAnswer]) -> float | None:
-    """Returns the median milliseconds to the first token, over the answers whose time was measured."""
+    """Return the median milliseconds to the first token, over the answers whose time was measured."""
     return median_of(answer.ttft_ms for answer in answers)
 
 
 def points(answer: PolicyAnswer) -> float:
-    """Returns an answer's score by its task's metric, in points of 100."""
+    """Return an answer's score by its task's metric, in points of 100."""
     return 100 * answer.scores[metric_of(answer)]
 
 
 def metric_of(answer: PolicyAnswer) -> str:
-    """Returns the name of the metric that an answer is scored by."""
+    """Return the name of the metric that an answer is scored by."""
     return answer.metric or find(answer.task).metric
 
 
 def median_of(values: Iterable[float | None]) -> float | None:
-    """Returns the median of the values that are not None."""
+    """Return the median of the values that are not None."""
     present = [value for value in values if value is not None]
     return statistics.median(present) if present else None
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:
-    """Returns the mean of the values that are not None."""
+    """Return the mean of the values that are not None."""
     present = [value for value in values if value is not None]
     return statistics.mean(present) if present else None

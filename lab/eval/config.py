@@ -92,7 +92,7 @@ class EvalConfig:
     generation: int | None = None
 
     def cells(self) -> list[tuple[str, Options]]:
-        """Returns (task, options) of every task and number of chunks."""
+        """Return (task, options) of every task and number of chunks."""
         found = []
         generation = self.generation or _generation_of(self.model)
         for entry in self.tasks:
@@ -116,7 +116,7 @@ class EvalConfig:
         return found
 
     def missing(self) -> list[str]:
-        """Returns a line for each local file or folder that a task reads and that does not exist, with its source, and
+        """Return a line for each local file or folder that a task reads and that does not exist, with its source, and
         for the adapter of packets."""
         lines = []
         if self.packet and not Path(self.packet).is_file():
@@ -136,7 +136,7 @@ class EvalConfig:
         return lines
 
     def missing_model(self) -> str | None:
-        """Returns a line if the model is not on this disk, with the place where it is published: a first run fetches
+        """Return a line if the model is not on this disk, with the place where it is published: a first run fetches
         it."""
         if Path(self.model).is_dir():
             return None
@@ -150,7 +150,7 @@ class EvalConfig:
         )
 
     def data(self) -> dict[str, list[Any]]:
-        """Returns the data that the samples of each cell come from, to tell runs apart. Answers are kept by task and
+        """Return the data that the samples of each cell come from, to tell runs apart. Answers are kept by task and
         number of chunks.
 
         Raises:
@@ -177,7 +177,7 @@ class EvalConfig:
         return None if path is None else (self.folder / path).absolute()
 
     def fingerprint(self) -> str:
-        """Returns a fingerprint of the settings that must not change during a run: the model, its numbers and the seed.
+        """Return a fingerprint of the settings that must not change during a run: the model, its numbers and the seed.
         Policies and questions may be added to a run."""
         kept = {"model": _identity(self.model), "seed": self.seed, "dtype": self.dtype}
         if self.quantize:
@@ -190,7 +190,7 @@ class EvalConfig:
 def load_eval_config(
     path: Path, model: str | None = None, *, questions: int | None = None, packet: Path | None = None
 ) -> EvalConfig:
-    """Reads a configuration.
+    """Read a configuration.
 
     Args:
         model: a folder or hub id in place of the file's.
@@ -239,7 +239,7 @@ def load_eval_config(
 
 
 def _identity(model: str) -> list[Any]:
-    """Returns a hub id as it is; of a local folder its name, configuration and digests of its weight files."""
+    """Return a hub id as it is; of a local folder its name, configuration and digests of its weight files."""
     folder = Path(model)
     if not folder.is_dir():
         return [model]
@@ -253,7 +253,7 @@ def _identity(model: str) -> list[Any]:
 
 
 def _generation_of(model: str) -> int:
-    """Returns the generation of the world that suits a model; a hub id is assumed to have room for the second."""
+    """Return the generation of the world that suits a model; a hub id is assumed to have room for the second."""
     path = Path(model) / "config.json"
     if not path.is_file():
         return 2
@@ -287,7 +287,7 @@ def _build(cls: type, values: Any, where: str) -> Any:
 
 
 def _check(where: str, name: str, value: Any, hint: str) -> None:
-    """Checks a value of the file against the type that its field is annotated with."""
+    """Check a value of the file against the type that its field is annotated with."""
     several = hint.startswith("tuple[")
     plain = hint.removeprefix("tuple[").removesuffix(", ...]").removesuffix(" | None")
     if plain not in _TYPES:

@@ -12,12 +12,12 @@ from mpic_lab.eval.tasks import Options
 
 
 def cell_name(name: str, options: Options) -> str:
-    """Returns how a cell of a task is named in ``run.json``."""
+    """Return how a cell of a task is named in ``run.json``."""
     return f"{name}, {options.chunks} chunks" if options.chunks else name
 
 
 def contents_of_cells(cells: Iterable[tuple[str, Options]]) -> dict[str, dict[str, str]]:
-    """Returns, by cell, digests of its local files and folders (``path``, ``images``), of those that there are."""
+    """Return, by cell, digests of its local files and folders (``path``, ``images``), of those that there are."""
     digest = cache(contents_of)  # cells of one task share their files
     found: dict[str, dict[str, str]] = {}
     for name, options in cells:
@@ -29,7 +29,7 @@ def contents_of_cells(cells: Iterable[tuple[str, Options]]) -> dict[str, dict[st
 
 
 def contents_of(path: Path) -> str:
-    """Returns the digest of a file, or of the names and sizes of the files in a folder, without those that programs
+    """Return the digest of a file, or of the names and sizes of the files in a folder, without those that programs
     that show folders leave there."""
     if path.is_file():
         return digest_of(path)
@@ -39,7 +39,7 @@ def contents_of(path: Path) -> str:
 
 
 def digest_of(file: Path) -> str:
-    """Returns the digest of a file's bytes."""
+    """Return the digest of a file's bytes."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 

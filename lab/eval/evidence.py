@@ -50,7 +50,7 @@ _MARK = re.compile(r"(<!-- made: (?P<what>[^\n]*?) -->\n)(.*?)(<!-- end -->)", r
 
 
 def fill(path: Path) -> int:
-    """Replaces the tables of a report; returns their number.
+    """Replace the tables of a report; return their number.
 
     Raises:
         BadRequest: a mark asks for something that does not exist.
@@ -121,7 +121,7 @@ def _summary(folder: Path, run: str, *policies: str) -> str:
 
 
 def _table_of(table: Callable[[list[PolicyAnswer], Sequence[str]], list[list[str]]]) -> Callable[..., str]:
-    """Returns the function that writes such a table of a run, of all policies or of those that are named."""
+    """Return the function that writes such a table of a run, of all policies or of those that are named."""
 
     def write(folder: Path, run: str, *policies: str) -> str:
         return markdown_table(table(_answers(folder, run), policies))
@@ -134,7 +134,7 @@ def _counts(folder: Path, what: str, run: str, *policies: str) -> str:
 
 
 def _runs(folder: Path, *words: str) -> str:
-    """Makes the table of runs. ``words`` are policies, the last one with a colon, then runs."""
+    """Make the table of runs. ``words`` are policies, the last one with a colon, then runs."""
     last = next((n for n, word in enumerate(words) if word.endswith(":")), -1)
     policies, runs = [word.rstrip(":") for word in words[: last + 1]], words[last + 1 :]
     rows = [["", "questions", "chunks a question", "full", *policies]]

@@ -38,7 +38,7 @@ class Flops:
         self.head = 2 * config.hidden_size * config.vocab_size
 
     def of(self, usage: GenerationUsage, policy: Policy | None = None) -> float:
-        """Returns the operations of a request's prefill.
+        """Return the operations of a request's prefill.
 
         Args:
             policy: a dynamic one has looked at the prompt first: by deviation in one layer and the projections of the
@@ -56,7 +56,7 @@ class Flops:
 
 
 def shapes_of(path: str) -> nn.Module:
-    """Returns a model of a folder, a hub id or a GGUF file with the shapes of its weights and without their values."""
+    """Return a model of a folder, a hub id or a GGUF file with the shapes of its weights and without their values."""
     if is_gguf(path):
         file = gguf_path(path)
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
@@ -68,7 +68,7 @@ def shapes_of(path: str) -> nn.Module:
 
 
 def _weights(layer: nn.Module, only: tuple[str, ...] = ("",)) -> int:
-    """Returns the weights of a layer's linear modules whose names end in one of ``only``."""
+    """Return the weights of a layer's linear modules whose names end in one of ``only``."""
     return sum(
         module.weight.numel()
         for name, module in layer.named_modules()

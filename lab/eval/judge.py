@@ -79,7 +79,7 @@ class Grader:
         )
 
     def grade(self, sample: Sample, answer: str) -> dict[str, float]:
-        """Returns a grade of 1 to 10 by dimension, ``OVERALL`` among them. Raises JudgeFailed."""
+        """Return a grade of 1 to 10 by dimension, ``OVERALL`` among them. Raise JudgeFailed."""
         messages = [
             {"role": "system", "content": self._system},
             {"role": "user", "content": self._shown(sample, answer)},
@@ -97,7 +97,7 @@ class Grader:
         raise JudgeFailed(f"the judge gave no grades in {_TRIES} tries; the last failed with {reason}")
 
     def _shown(self, sample: Sample, answer: str) -> str | list[dict[str, Any]]:
-        """Returns what the judge sees of an answer: question, reference and answer in the rubric's form, with the
+        """Return what the judge sees of an answer: question, reference and answer in the rubric's form, with the
         images of the dialogue or what they show, where the rubric has it so."""
         messages = sample.messages[-1:] if self._last else sample.messages
         question = "\n".join(_text(message) for message in messages)
@@ -113,7 +113,7 @@ class Grader:
         ]
 
     def _grades(self, text: str) -> dict[str, float]:
-        """Returns the grades in the last dictionary of a reply, which is JSON or, as MMDU's prompt asks for, Python."""
+        """Return the grades in the last dictionary of a reply, which is JSON or, as MMDU's prompt asks for, Python."""
         matches = _OBJECT.findall(text)
         found = _dictionary(matches[-1]) if matches else {}
         grades = {name: float(found[name]) for name in self.dimensions}
@@ -128,7 +128,7 @@ class Grader:
 
 
 def read_rubric(name: str | None, folder: Path = Path()) -> dict[str, Any]:
-    """Returns a rubric: the name of one of ours (``rubrics``), or a file from ``folder``; None: ``mpic``.
+    """Return a rubric: the name of one of ours (``rubrics``), or a file from ``folder``; None: ``mpic``.
 
     Raises:
         ConfigError: there is no rubric of that name, or a part of it is missing.
@@ -169,7 +169,7 @@ def _text(message: dict[str, Any]) -> str:
 
 
 def refuse_other_judge(out: Path, grader: Grader) -> None:
-    """Refuses a run that another judge has graded: one judge's grades cannot be compared with another's.
+    """Refuse a run that another judge has graded: one judge's grades cannot be compared with another's.
 
     Raises:
         BadRequest: it has such grades.
@@ -189,7 +189,7 @@ def judge_run(
     grader: Grader,
     progress: Progress | None = None,
 ) -> dict[tuple[str, int, str, str], dict[str, float]]:
-    """Grades the answers that have not been graded yet. Grades are kept in ``grades.jsonl``, one line per answer with
+    """Grade the answers that have not been graded yet. Grades are kept in ``grades.jsonl``, one line per answer with
     the judge's digest, which files of earlier versions lack.
 
     Raises:
@@ -219,7 +219,7 @@ def judge_run(
 
 
 def read_grades(out: Path) -> dict[tuple[str, int, str, str], dict[str, float]]:
-    """Returns grades of a run by answer; a line cut off by an interruption is left out.
+    """Return grades of a run by answer; a line cut off by an interruption is left out.
 
     Raises:
         BadRequest: the file holds something else.

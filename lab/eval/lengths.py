@@ -16,7 +16,7 @@ BINS = 4
 
 
 def by_length(answers: Iterable[PolicyAnswer]) -> list[tuple[int, int, dict[str, list[PolicyAnswer]]]]:
-    """Returns (least, most, answers by policy) of each range of prompt lengths; a question has the length of its prompt
+    """Return (least, most, answers by policy) of each range of prompt lengths; a question has the length of its prompt
     under ``full``, whose chunks are all there. A policy that lacks a cell is left out, because its mean would be over
     other questions."""
     cells = cells_of(answers)
@@ -38,7 +38,7 @@ def by_length(answers: Iterable[PolicyAnswer]) -> list[tuple[int, int, dict[str,
 
 
 def length_table(answers: Iterable[PolicyAnswer], only: Sequence[str] = ()) -> list[list[str]]:
-    """Returns one row per range of prompt lengths (tokens): the score of ``full``, and one column per policy with the
+    """Return one row per range of prompt lengths (tokens): the score of ``full``, and one column per policy with the
     points it lost against that and their 95 % interval."""
     found = by_length(answers)
     policies = [p for p in found[0][2] if p != "full" and (not only or p in only)] if found else []
@@ -51,7 +51,7 @@ def length_table(answers: Iterable[PolicyAnswer], only: Sequence[str] = ()) -> l
 
 
 def draw(figure: Any, answers: Sequence[PolicyAnswer]) -> None:
-    """Draws the lengths of prompts and of the answers of ``full`` by task, and scores by length of the prompt."""
+    """Draw the lengths of prompts and of the answers of ``full`` by task, and scores by length of the prompt."""
     full = [answer for cell in cells_of(answers).values() for answer in cell["full"]]
     tasks = list(dict.fromkeys(answer.task for answer in full))
     prompts, lengths, scores = figure.subplots(1, 3, width_ratios=(2, 2, 3))

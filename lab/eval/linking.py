@@ -29,7 +29,7 @@ class Linking(NamedTuple):
         return policy if self.press == NONE else f"{policy}+{self.press}"
 
     def over(self, prompt: Prompt) -> Prompt:
-        """Returns a prompt whose chunks are compressed by the press.
+        """Return a prompt whose chunks are compressed by the press.
 
         Raises:
             UnsupportedParameter: ``single`` does not take the prompt.
@@ -37,7 +37,7 @@ class Linking(NamedTuple):
         return (joined(prompt) if self.single else prompt).pressed(self.press)
 
     def compiles(self, prompt: Prompt) -> list[tuple[Chunk, Wrapping]]:
-        """Returns the chunks that its answer to a prompt links, and how each is compiled. It returns none if the policy
+        """Return the chunks that its answer to a prompt links, and how each is compiled. It returns none if the policy
         reads no compiled chunk, and if ``single`` does not take the prompt: asking it then says why."""
         if not self.policy.uses_chunks:
             return []
@@ -48,7 +48,7 @@ class Linking(NamedTuple):
 
 
 def parse_linking(text: str) -> Linking:
-    """Parses a policy's name, with or without a press after it.
+    """Parse a policy's name, with or without a press after it.
 
     Raises:
         UnknownPolicy, UnknownPress: there is no policy or press of that name.

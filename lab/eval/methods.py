@@ -23,7 +23,7 @@ COLUMNS = ("policy", "score", "low", "high", "ttft_ms", "gflop", "bytes")
 
 
 def rows_of(answers: Sequence[PolicyAnswer]) -> list[dict[str, Any]]:
-    """Returns one row per policy, in the order of the configuration."""
+    """Return one row per policy, in the order of the configuration."""
     cells = cells_of(answers)
     policies = policies_of(cells)
     complete = [cell for cell in cells.values() if set(policies) <= set(cell)]
@@ -53,7 +53,7 @@ def _row(policy: str, parts: Sequence[Sequence[PolicyAnswer]]) -> dict[str, Any]
 
 
 def write_table(run: Path, to: Path) -> None:
-    """Writes the table of a run's answers as JSON: the run's facts and ``rows``."""
+    """Write the table of a run's answers as JSON: the run's facts and ``rows``."""
     facts = json.loads((run / "run.json").read_text(encoding="utf-8"))
     answers = read_answers(run)
     body = {
@@ -66,7 +66,7 @@ def write_table(run: Path, to: Path) -> None:
 
 
 def read_table(path: Path) -> list[list[str]]:
-    """Reads a table of ``write_table`` and returns its cells as text, the header first."""
+    """Read a table of ``write_table`` and return its cells as text, the header first."""
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     table = [["policy", "score", "95 % interval", "TTFT, median", "GFLOP", "KV, KB"]]
     for row in rows:

@@ -19,7 +19,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalized(text: str) -> str:
-    """Returns a text in lower case, without punctuation and articles, with single spaces."""
+    """Return a text in lower case, without punctuation and articles, with single spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
@@ -28,7 +28,7 @@ def exact_match(answer: str, expected: str) -> float:
 
 
 def f1(answer: str, expected: str) -> float:
-    """Returns the harmonic mean of precision and recall over words."""
+    """Return the harmonic mean of precision and recall over words."""
     given, wanted = normalized(answer).split(), normalized(expected).split()
     if not given or not wanted:
         return float(given == wanted)
@@ -37,7 +37,7 @@ def f1(answer: str, expected: str) -> float:
 
 
 def contains(answer: str, expected: str) -> float:
-    """Returns whether the reference occurs in the answer (RULER's string match)."""
+    """Return whether the reference occurs in the answer (RULER's string match)."""
     return float(expected.lower() in answer.lower())
 
 
@@ -49,7 +49,7 @@ def _rouge() -> Any:
 
 
 def rouge_l(answer: str, expected: str) -> float:
-    """Returns the ROUGE-L F-measure (Lin 2004), stemmed."""
+    """Return the ROUGE-L F-measure (Lin 2004), stemmed."""
     return float(_rouge().score(expected, answer)["rougeL"].fmeasure)
 
 
@@ -62,13 +62,13 @@ METRICS: dict[str, Callable[[str, str], float]] = {
 
 
 def best(metric: str, answer: str, references: Sequence[str]) -> float:
-    """Returns the score of the reference that fits best; ``contains`` asks for all of them, as RULER does."""
+    """Return the score of the reference that fits best; ``contains`` asks for all of them, as RULER does."""
     scores = [METRICS[metric](answer, reference) for reference in references]
     return sum(scores) / len(scores) if metric == "contains" else max(scores)
 
 
 def first_token_kl(full: Mapping[int, float], other: Mapping[int, float]) -> float:
-    """Returns the KL divergence in nats of a policy's first-token distribution from that of ``full``.
+    """Return the KL divergence in nats of a policy's first-token distribution from that of ``full``.
 
     Args:
         full, other: token id -> log-probability of the most likely tokens of each.

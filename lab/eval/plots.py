@@ -26,12 +26,12 @@ _MARKERS = "osD^vPX*<>hdp"
 
 
 def style_of(number: int) -> dict[str, Any]:
-    """Returns the marker and the colour of a plot's policies in turn: no two of the first 130 have both."""
+    """Return the marker and the colour of a plot's policies in turn: no two of the first 130 have both."""
     return {"marker": _MARKERS[number % len(_MARKERS)], "color": f"C{number % 10}"}
 
 
 def tradeoff(figure: Any, found: list[PolicyResult]) -> None:
-    """Draws scores over the cost of the first token, as measured and as counted (EPIC, figure 6); bars are the
+    """Draw scores over the cost of the first token, as measured and as counted (EPIC, figure 6); bars are the
     intervals of the points lost, and a line joins the policies that no other one beats in both. Both axes are shares of
     ``full``, and times are compared within a question, so that other load on the machine has little effect. Policies
     that lack a cell are left out, because they answered other questions."""
@@ -72,7 +72,7 @@ COLUMNS = 3
 
 
 def by_task(figure: Any, found: Mapping[str, list[PolicyResult]], judged: bool = False) -> None:
-    """Draws one panel per task: the score of each policy over its cost, as a share of ``full``'s (EPIC, figure 6; MPIC,
+    """Draw one panel per task: the score of each policy over its cost, as a share of ``full``'s (EPIC, figure 6; MPIC,
     figure 9). The cost is the time to the first token where it was measured, else the operations of the prefill. Bars
     are the intervals of the points lost; a line joins the policies that no other one beats in both. A policy that lacks
     a number of chunks of a task is left out of its panel.
@@ -115,12 +115,12 @@ def by_task(figure: Any, found: Mapping[str, list[PolicyResult]], judged: bool =
 
 
 def _bars(result: PolicyResult) -> list[list[float]]:
-    """Returns how far the interval of the points lost reaches below and above the score."""
+    """Return how far the interval of the points lost reaches below and above the score."""
     return [[result.lost.high - result.lost.points], [result.lost.points - result.lost.low]]
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Returns the points (cost, score) that no other one beats in both, from the cheapest on."""
+    """Return the points (cost, score) that no other one beats in both, from the cheapest on."""
     front: list[tuple[float, float]] = []
     for cost, value in sorted(points, key=lambda point: (point[0], -point[1])):
         if not front or value > front[-1][1]:
@@ -129,7 +129,7 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def tasks_apart(cells: Mapping[tuple[str, int], Any]) -> list[tuple[list[str], list[int]]]:
-    """Returns each task by itself, with its numbers of chunks in order."""
+    """Return each task by itself, with its numbers of chunks in order."""
     counts: dict[str, list[int]] = {}
     for task, count in cells:
         counts.setdefault(task, []).append(count)
@@ -137,7 +137,7 @@ def tasks_apart(cells: Mapping[tuple[str, int], Any]) -> list[tuple[list[str], l
 
 
 def by_chunks(figure: Any, answers: list[PolicyAnswer], grades: Grades | None = None) -> None:
-    """Draws score, time and operations over the number of chunks: means over the tasks that have every number, so that
+    """Draw score, time and operations over the number of chunks: means over the tasks that have every number, so that
     lines compare like with like (MPIC, figure 10). Where no task has all of them, every task has its own line or point.
     A policy that lacks one of the numbers has no line. With ``grades``, the judge's stand in place of the scores."""
     cells = cells_of(answers)
@@ -174,7 +174,7 @@ def by_chunks(figure: Any, answers: list[PolicyAnswer], grades: Grades | None = 
 
 
 def needles(figure: Any, found: Mapping[str, Mapping[tuple[int, int], float]]) -> None:
-    """Draws one map per grid: the score of each needle by the length of the prompt and its depth in it.
+    """Draw one map per grid: the score of each needle by the length of the prompt and its depth in it.
 
     Args:
         found: by the name of a grid (``tables.grid_names``), scores by depth (percent) and length (tokens).

@@ -25,7 +25,7 @@ HEADER = [
 
 
 def pressed_table(answers: Sequence[PolicyAnswer], filler: str, presses: Sequence[str]) -> list[list[str]]:
-    """Returns the table as text, the header first: a row for each press and share removed, one for all shares of a
+    """Return the table as text, the header first: a row for each press and share removed, one for all shares of a
     press together, and one for all presses. Scores are in points of 100, losses with their 95 % intervals; every task
     counts the same.
 
@@ -56,7 +56,7 @@ def pressed_table(answers: Sequence[PolicyAnswer], filler: str, presses: Sequenc
 
 
 def lost_between(cells: Cells, pairs: Sequence[tuple[str, str]]) -> Lost:
-    """Returns the points that policies lose to others, as (policy, the other): the mean over the pairs, question by
+    """Return the points that policies lose to others, as (policy, the other): the mean over the pairs, question by
     question, and its 95 % interval over the questions.
 
     Raises:

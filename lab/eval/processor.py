@@ -6,7 +6,7 @@ import platform
 
 
 def processor() -> str:
-    """Returns the model of the CPU, or "unknown" where the system does not tell."""
+    """Return the model of the CPU, or "unknown" where the system does not tell."""
     try:
         with open("/proc/cpuinfo") as info:
             for line in info:

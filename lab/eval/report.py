@@ -38,13 +38,13 @@ ENOUGH = 100
 
 
 def by_task(answers: Sequence[PolicyAnswer], grades: Grades) -> dict[str, list[PolicyResult]]:
-    """Returns the results of each task that ``full`` answered."""
+    """Return the results of each task that ``full`` answered."""
     names = dict.fromkeys(task for task, _ in cells_of(answers))
     return {name: compare_policies((a for a in answers if a.task == name), grades) for name in names}
 
 
 def advice(found: list[PolicyResult]) -> str:
-    """Returns advice on which policy to use, from these figures alone: of the policies that answered every cell."""
+    """Return advice on which policy to use, from these figures alone: of the policies that answered every cell."""
     within = [
         result
         for result in found
@@ -72,7 +72,7 @@ def advice(found: list[PolicyResult]) -> str:
 
 
 def write_report(out: Path) -> list[Path]:
-    """Writes ``report.md``, ``report.html`` and their plots beside the answers.
+    """Write ``report.md``, ``report.html`` and their plots beside the answers.
 
     Raises:
         BadRequest: there are no answers.

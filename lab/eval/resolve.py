@@ -25,12 +25,12 @@ SPARE = 500
 
 
 def counter_of(template: ChatTemplate) -> Callable[[str], int]:
-    """Returns a function that counts a text's tokens for the model."""
+    """Return a function that counts a text's tokens for the model."""
     return lambda text: sum(1 for _ in template.documents.spans(text))
 
 
 def fitter_of(template: ChatTemplate, context: int, most: int | None) -> Callable[[str, str, str, int], str]:
-    """Returns a function that shortens a context until the prompt fits. Its middle is left out where LongBench cuts the
+    """Return a function that shortens a context until the prompt fits. Its middle is left out where LongBench cuts the
     prompt (Bai et al. 2023, section 4.1): the first and second half of what is kept have the same number of tokens, the
     instruction counted with the first and the question with the second.
 
@@ -56,7 +56,7 @@ def fitter_of(template: ChatTemplate, context: int, most: int | None) -> Callabl
 
 
 def splitter_of(template: ChatTemplate) -> Callable[[str, str, int], list[str]]:
-    """Returns KVSplit with the model's tokenizer: ``(text, mode, tokens) -> pieces``."""
+    """Return KVSplit with the model's tokenizer: ``(text, mode, tokens) -> pieces``."""
 
     def split(text: str, mode: str, tokens: int) -> list[str]:
         split = Split(cast(Mode, mode), tokens)

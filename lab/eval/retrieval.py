@@ -49,7 +49,7 @@ TOKENS = 32
 
 
 def evaluate(policy: str = "mpic-16", limit: int = 1000, model: str | None = None) -> dict[str, Any]:
-    """Evaluates everything and returns a report that can be JSON. It takes minutes on a CPU."""
+    """Evaluate everything and return a report that can be JSON. It takes minutes on a CPU."""
     with tempfile.TemporaryDirectory(prefix="mpic-eval-") as data_dir:
         library = Library.open(Path(data_dir))
         dtype = dtype_for_results("auto", choose_device())
@@ -79,7 +79,7 @@ def evaluate(policy: str = "mpic-16", limit: int = 1000, model: str | None = Non
 
 
 def recall(retriever: Retriever, queries: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
-    """Returns by task and form the share of queries whose true entry is among the first k, of all and of its kind
+    """Return by task and form the share of queries whose true entry is among the first k, of all and of its kind
     only."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for query in queries:
@@ -125,7 +125,7 @@ class RetrievalSetup:
         self.retriever = Retriever(library, Embedder(config.embedder), config.duplicates)
 
     def plain(self, messages: list[dict[str, Any]]) -> GenerationRequest:
-        """Returns a request without a library."""
+        """Return a request without a library."""
         resolver = LibraryResolver(self.library, "eval", 256)
         return self.request(build_prompt(messages, self.template, resolver))
 
@@ -137,7 +137,7 @@ class RetrievalSetup:
         return replace(request, retrieval=AutoRetrieval(searching, self.template, self.style))
 
     def given(self, query: dict[str, Any], asked: str) -> GenerationRequest:
-        """Returns a request with the right reference in the prompt, at the place where the model expects the result of
+        """Return a request with the right reference in the prompt, at the place where the model expects the result of
         a search."""
         shelf = self.library.references
         hit = SearchHit(shelf.get(f"ref_{query['truth']}"), 1.0)
@@ -147,13 +147,13 @@ class RetrievalSetup:
         )
 
     def run(self, requests: Sequence[GenerationRequest]) -> list[Delta]:
-        """Submits all requests at once; the engine batches them."""
+        """Submit all requests at once; the engine batches them."""
         streams = [self.engine.submit(request) for request in requests]
         return [stream.result() for stream in streams]
 
 
 def answers(setup: RetrievalSetup, queries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns shares of exact answers by kind of reference: without, with the right reference, and with ``auto``."""
+    """Return shares of exact answers by kind of reference: without, with the right reference, and with ``auto``."""
     calls = {q["truth"]: q["text"] for q in references.load(setup.references)[1] if q["form"] == "search"}
     plain = [setup.plain([{"role": "user", "content": q["text"]}]) for q in queries]
     columns = {
@@ -189,7 +189,7 @@ def answers(setup: RetrievalSetup, queries: Sequence[dict[str, Any]]) -> list[di
 
 
 def searches(setup: RetrievalSetup, questions: int) -> list[dict[str, Any]]:
-    """Returns by task how often the model searches although the answer is in the context."""
+    """Return by task how often the model searches although the answer is in the context."""
     rows, world = [], WORLDS[setup.generation]
     for task in CONTEXT_TASKS:
         requests = []
@@ -214,7 +214,7 @@ def searches(setup: RetrievalSetup, questions: int) -> list[dict[str, Any]]:
 
 
 def _limited(queries: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
-    """Returns the questions, at most ``limit`` of each task, evenly spread."""
+    """Return the questions, at most ``limit`` of each task, evenly spread."""
     kept = []
     for task in sorted({q["task"] for q in queries}):
         group = [q for q in queries if q["task"] == task and q["form"] == "question"]
@@ -224,7 +224,7 @@ def _limited(queries: Sequence[dict[str, Any]], limit: int) -> list[dict[str, An
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
-    """Prints three tables of tasks and figures, with the longer dimension as rows."""
+    """Print three tables of tasks and figures, with the longer dimension as rows."""
     for name in ("recall", "answers", "searches"):
         rows = report[name]
         keys = [key for key in rows[0] if key not in ("task", "form")]

@@ -61,7 +61,7 @@ class Evaluator:
         begin_run(config, out, answered=bool(self.done))
 
     def run(self, progress: Progress | None = None) -> list[PolicyAnswer]:
-        """Answers the questions that have not been answered yet.
+        """Answer the questions that have not been answered yet.
 
         Raises:
             BadRequest: the answers so far are of another dtype, kind of device or adapter.
@@ -105,7 +105,7 @@ class Evaluator:
         return list(self.done.values())
 
     def settings(self) -> EngineConfig:
-        """Returns how the engine is loaded."""
+        """Return how the engine is loaded."""
         config = self.config
         return EngineConfig(
             model=config.model,
@@ -120,13 +120,13 @@ class Evaluator:
         """Is called once the engine is loaded, before any question."""
 
     def policies_of(self, task: str) -> Sequence[str]:
-        """Returns the policies that answer the next question of a task."""
+        """Return the policies that answer the next question of a task."""
         return self.config.policies
 
     def _samples(
         self, session: _Session, name: str, options: Options, done: dict[Any, PolicyAnswer]
     ) -> Iterator[Sample]:
-        """Yields the samples of a cell. Before the first that lacks answers, checks that they would be computed as
+        """Yield the samples of a cell. Before the first that lacks answers, checks that they would be computed as
         those before; a finished run may be graded on another machine."""
         checked = False
         for sample in session.samples(name, options):
@@ -139,14 +139,14 @@ class Evaluator:
 
 
 def questions_of(name: str, options: Options) -> int:
-    """Returns the maximum number of samples of a task; for needles this number applies to every length and depth."""
+    """Return the maximum number of samples of a task; for needles this number applies to every length and depth."""
     return options.questions * (len(options.lengths) * len(options.depths) if name in GRIDS else 1)
 
 
 def _map(
     ask: Callable[[Sample], list[PolicyAnswer]], samples: Iterable[Sample], at_once: int
 ) -> Iterator[list[PolicyAnswer]]:
-    """Yields the samples' answers in order, with ``at_once`` samples in flight."""
+    """Yield the samples' answers in order, with ``at_once`` samples in flight."""
     if at_once == 1:
         yield from map(ask, samples)
         return
@@ -160,7 +160,7 @@ def _map(
 
 
 def _computed(engine: Engine, config: EvalConfig) -> list[str]:
-    """Returns the dtype and the kind of device that answers are computed in, whatever ``auto`` means here."""
+    """Return the dtype and the kind of device that answers are computed in, whatever ``auto`` means here."""
     return [engine.info.dtype, choose_device(config.device).type]
 
 
@@ -189,14 +189,14 @@ class _Session:
     def missing(
         self, name: str, options: Options, sample: Sample, done: dict[Any, PolicyAnswer]
     ) -> list[str]:
-        """Returns the policies whose answers are missing."""
+        """Return the policies whose answers are missing."""
         chunks = options.chunks or sample.chunks
         return [p for p in self.policies_of(name) if (name, chunks, sample.id, p) not in done]
 
     def ask(
         self, name: str, options: Options, sample: Sample, done: dict[Any, PolicyAnswer]
     ) -> list[PolicyAnswer]:
-        """Returns the sample's missing answers. The answer of ``full`` comes first, because the others are compared
+        """Return the sample's missing answers. The answer of ``full`` comes first, because the others are compared
         with it."""
         missing = self.missing(name, options, sample, done)
         if not missing:
@@ -223,7 +223,7 @@ class _Session:
         return list(answers.values())
 
     def forget(self) -> None:
-        """Drops the chunks of the samples that were asked, and every prefix over them: tasks share documents, and a
+        """Drop the chunks of the samples that were asked, and every prefix over them: tasks share documents, and a
         policy must not find the prompt of another task, nor make room in the pool."""
         while self._asked:
             self.engine.forget(self._asked.pop())
@@ -235,7 +235,7 @@ class _Session:
             future.result()
 
     def _submit(self, prompt: Prompt, policy: str, salt: str = "", **sampling: Any) -> Iterator[Delta]:
-        """Submits a request. Every policy has its own user, so that it does not find prefixes that another policy has
+        """Submit a request. Every policy has its own user, so that it does not find prefixes that another policy has
         computed."""
         linking = parse_linking(policy)
         request = GenerationRequest(
@@ -282,7 +282,7 @@ class _Session:
             answer.skipped = f"{error.code}: {error}"
 
     def _run(self, prompt: Prompt, policy: str, max_tokens: int) -> tuple[str, GenerationUsage, float]:
-        """Returns answers, usage and milliseconds to the first token as the caller sees it."""
+        """Return answers, usage and milliseconds to the first token as the caller sees it."""
         began = time.perf_counter()
         text, ttft, usage = "", 0.0, None
         for delta in self._submit(prompt, policy, max_tokens=max_tokens):
@@ -293,7 +293,7 @@ class _Session:
         return text, usage, ttft
 
     def _first_token(self, prompt: Prompt, policy: str) -> dict[int, float]:
-        """Returns log-probabilities of the first token. The request is made by the policy's own user, so that the
+        """Return log-probabilities of the first token. The request is made by the policy's own user, so that the
         prompt that its answer has just computed is not computed again; a test checks that the numbers are the same."""
         deltas = self._submit(prompt, policy, max_tokens=1, logprobs=LISTED, ignore_eos=True)
         (first, *_) = [delta.logprobs[0] for delta in deltas if delta.logprobs]

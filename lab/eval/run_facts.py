@@ -17,7 +17,7 @@ _LATER = ("packet", "computed")
 
 
 def begin_run(config: EvalConfig, out: Path, *, answered: bool) -> None:
-    """Writes down what the answers will depend on.
+    """Write down what the answers will depend on.
 
     Args:
         answered: whether the folder has answers already.
@@ -47,7 +47,7 @@ def begin_run(config: EvalConfig, out: Path, *, answered: bool) -> None:
 
 
 def record_fact(out: Path, name: str, value: Any, words: str) -> None:
-    """Records a fact that is known once the model is loaded.
+    """Record a fact that is known once the model is loaded.
 
     Raises:
         BadRequest: the run has answers of another one; ``words`` say of what.

@@ -18,7 +18,7 @@ SINGLE = "single"
 
 
 def joined(prompt: Prompt) -> Prompt:
-    """Returns the prompt of the same tokens whose beginning, to the end of the last document, is one chunk.
+    """Return the prompt of the same tokens whose beginning, to the end of the last document, is one chunk.
 
     Raises:
         UnsupportedParameter: the prompt has no documents, or has images or clips, which no chunk of text can hold.

@@ -26,7 +26,7 @@ from mpic_lab.eval.tasks import GRIDS
 
 
 def summary_table(found: list[PolicyResult]) -> list[list[str]]:
-    """Returns one row per policy, the best score first; the first row is the header. Policies that lack a cell come
+    """Return one row per policy, the best score first; the first row is the header. Policies that lack a cell come
     last and say so, because their figures are over other questions."""
     rows = [
         ["policy", "score", "lost", "worst task", "TTFT, median", "TTFT, full over it", "FLOPs, full over it",
@@ -57,7 +57,7 @@ def summary_table(found: list[PolicyResult]) -> list[list[str]]:
 
 
 def grade_table(answers: Iterable[PolicyAnswer], grades: Grades) -> list[list[str]]:
-    """Returns one row per policy and one column per dimension of the judge's rubric: mean grades over the questions
+    """Return one row per policy and one column per dimension of the judge's rubric: mean grades over the questions
     that every policy answered, without policies that lack a cell. There is only the header when nothing is graded."""
     cells = cells_of(answers)
     found = {
@@ -73,7 +73,7 @@ def grade_table(answers: Iterable[PolicyAnswer], grades: Grades) -> list[list[st
 
 
 def needle_scores(answers: Iterable[PolicyAnswer]) -> dict[tuple[str, str], dict[tuple[int, int], float]]:
-    """Returns for each task and policy the scores of a grid of needles, by depth (percent) and length (tokens)."""
+    """Return for each task and policy the scores of a grid of needles, by depth (percent) and length (tokens)."""
     found: dict[tuple[str, str], dict[tuple[int, int], list[PolicyAnswer]]] = {}
     for (task, _), cell in cells_of(answers).items():
         for policy, given in cell.items() if task in GRIDS else ():
@@ -85,7 +85,7 @@ def needle_scores(answers: Iterable[PolicyAnswer]) -> dict[tuple[str, str], dict
 
 
 def needle_tables(answers: Iterable[PolicyAnswer]) -> dict[tuple[str, str], list[list[str]]]:
-    """Returns for each task and policy a table of ``needle_scores``: one row per depth, one column per length."""
+    """Return for each task and policy a table of ``needle_scores``: one row per depth, one column per length."""
     tables = {}
     for key, grid in needle_scores(answers).items():
         lengths = sorted({length for _, length in grid})
@@ -98,14 +98,14 @@ def needle_tables(answers: Iterable[PolicyAnswer]) -> dict[tuple[str, str], list
 
 
 def grid_names(keys: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """Returns the name of each task's and policy's grid: the policy, and the task beside it if there are several."""
+    """Return the name of each task's and policy's grid: the policy, and the task beside it if there are several."""
     keys = list(keys)
     several = len({task for task, _ in keys}) > 1
     return {(task, policy): f"{policy}, {task}" if several else policy for task, policy in keys}
 
 
 def cell_table(answers: Iterable[PolicyAnswer], only: Sequence[str] = ()) -> list[list[str]]:
-    """Returns one row per task and number of chunks, and one column per policy: score (TTFT in ms)."""
+    """Return one row per task and number of chunks, and one column per policy: score (TTFT in ms)."""
     cells = cells_of(answers)
     policies = only or policies_of(cells)
     rows = [["task", "chunks", "n", "metric", *policies]]
@@ -120,7 +120,7 @@ def cell_table(answers: Iterable[PolicyAnswer], only: Sequence[str] = ()) -> lis
 
 
 def loss_table(answers: Iterable[PolicyAnswer], only: Sequence[str] = ()) -> list[list[str]]:
-    """Returns one row per task and one column per policy: points lost against ``full`` and the 95 % interval, empty
+    """Return one row per task and one column per policy: points lost against ``full`` and the 95 % interval, empty
     where a policy lacks a cell. The last row is over all cells, each counting the same."""
     cells = cells_of(answers)
     policies = [policy for policy in only or policies_of(cells) if policy != "full"]
@@ -132,7 +132,7 @@ def loss_table(answers: Iterable[PolicyAnswer], only: Sequence[str] = ()) -> lis
 
 
 def _losses(cells: Sequence[Mapping[str, Sequence[PolicyAnswer]]], policies: Sequence[str]) -> list[str]:
-    """Returns the questions of some cells, the score of ``full``, and the points that each policy lost."""
+    """Return the questions of some cells, the score of ``full``, and the points that each policy lost."""
     full = [cell["full"] for cell in cells]
     row = [str(sum(map(len, full))), f"{statistics.mean(map(score, full)):.1f}"]
     for policy in policies:
@@ -142,7 +142,7 @@ def _losses(cells: Sequence[Mapping[str, Sequence[PolicyAnswer]]], policies: Seq
 
 
 def count_table(answers: Iterable[PolicyAnswer], what: str, only: Sequence[str] = ()) -> list[list[str]]:
-    """Returns one row per number of chunks and one column per policy: means over the tasks that have every number of
+    """Return one row per number of chunks and one column per policy: means over the tasks that have every number of
     chunks, empty where a policy lacks one of them.
 
     Args:
@@ -172,7 +172,7 @@ def count_table(answers: Iterable[PolicyAnswer], what: str, only: Sequence[str] 
 def _count_losses(
     cells: Cells, counts: Sequence[int], tasks: Sequence[str], only: Sequence[str]
 ) -> list[list[str]]:
-    """Makes ``count_table`` of what was lost, with the questions and the score of ``full``."""
+    """Make ``count_table`` of what was lost, with the questions and the score of ``full``."""
     policies = [policy for policy in only or policies_of(cells) if policy != "full"]
     rows = [["chunks", "questions", "full", *policies]]
     for count in counts:
@@ -189,7 +189,7 @@ _VALUES: dict[str, tuple[Callable[[Sequence[PolicyAnswer]], float | None], str]]
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """Returns a Markdown table. The first row is the header; columns of figures are right-aligned."""
+    """Return a Markdown table. The first row is the header; columns of figures are right-aligned."""
     head, *rest = rows
     lines = [head, ["---", *("---:" for _ in head[1:])], *rest]
     return "\n".join("| " + " | ".join(row) + " |" for row in lines)

@@ -48,7 +48,7 @@ class ChunkGenerator:
         self._backgrounds: list[int] = []  # those left for the large images of a conversation
 
     def image(self, scene: Scene, name: str | None = None) -> Image:
-        """Returns the scene as an image chunk."""
+        """Return the scene as an image chunk."""
         if self.world.scattered:
             if not self._backgrounds:
                 self._backgrounds = self.rng.sample(range(len(BACKGROUNDS)), len(BACKGROUNDS))
@@ -57,12 +57,12 @@ class ChunkGenerator:
         return Image(render(scene, self.rng, self.split), name)
 
     def context(self, count: int) -> list[Labelled]:
-        """Returns `count` labelled chunks, of all kinds in order."""
+        """Return `count` labelled chunks, of all kinds in order."""
         kinds = [self.rng.choice(KINDS) for _ in range(count)]
         return self.context_of(kinds, named=self.rng.random() < NAMED)
 
     def context_of(self, kinds: list[str], named: bool) -> list[Labelled]:
-        """Returns labelled chunks of exactly these kinds; half of the people have a friend among the others."""
+        """Return labelled chunks of exactly these kinds; half of the people have a friend among the others."""
         rng, split, items = self.rng, self.split, list[Labelled]()
         handles = self._handles(len(kinds), named)
         self._backgrounds = []
@@ -95,7 +95,7 @@ class ChunkGenerator:
         return items
 
     def _handles(self, count: int, named: bool) -> list[str] | list[None]:
-        """Returns what chunks are called besides their kind; none: they are counted.
+        """Return what chunks are called besides their kind; none: they are counted.
 
         Training of the second generation counts in any order: a chunk that always comes after `one` could be told by
         the label of the chunk before it, and its own need not be read.

@@ -12,7 +12,7 @@ from mpic_lab.generator.conversation import Conversation, Document, Image
 
 
 def messages_of(conversation: Conversation) -> list[dict[str, Any]]:
-    """Returns the conversation up to its last question, as a client would send it."""
+    """Return the conversation up to its last question, as a client would send it."""
     out: list[dict[str, Any]] = []
     if conversation.system:
         out.append({"role": "system", "content": conversation.system})
@@ -23,7 +23,7 @@ def messages_of(conversation: Conversation) -> list[dict[str, Any]]:
 
 
 def content_part(part: str | Image | Document) -> dict[str, Any]:
-    """Returns a piece of a generated turn, as a client would send it."""
+    """Return a piece of a generated turn, as a client would send it."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     named = {"name": part.name} if part.name else {}
@@ -33,7 +33,7 @@ def content_part(part: str | Image | Document) -> dict[str, Any]:
 
 
 def data_url(image: PILImage.Image) -> str:
-    """Returns an image as a PNG data URL."""
+    """Return an image as a PNG data URL."""
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

@@ -88,7 +88,7 @@ class ConversationSegment(NamedTuple):
 
 
 def number_word(index: int) -> str:
-    """Returns 1 as "one"; numbers beyond twenty are in digits."""
+    """Return 1 as "one"; numbers beyond twenty are in digits."""
     return NUMBERS[index - 1] if index <= len(NUMBERS) else str(index)
 
 
@@ -137,7 +137,7 @@ def _pieces(conversation: Conversation, place: Labels) -> Iterator[ConversationS
 
 
 def segments(conversation: Conversation, place: Labels = "around") -> list[ConversationSegment]:
-    """Returns the conversation cut where chunks and answers begin and end, neighbouring texts joined.
+    """Return the conversation cut where chunks and answers begin and end, neighbouring texts joined.
 
     Args:
         place: place of the labels of images and documents; labels of references stand around them.
@@ -168,7 +168,7 @@ def _content(parts: list[Part]) -> list[dict[str, Any]]:
 
 
 def messages(conversation: Conversation) -> list[dict[str, Any]]:
-    """Returns the conversation as chat messages for `apply_chat_template` (images in order, pixels left out)."""
+    """Return the conversation as chat messages for `apply_chat_template` (images in order, pixels left out)."""
     out: list[dict[str, Any]] = []
     if conversation.system:
         out.append({"role": "system", "content": conversation.system})
@@ -183,7 +183,7 @@ def messages(conversation: Conversation) -> list[dict[str, Any]]:
 
 
 def fill_in(wording: str, slots: dict[str, Part]) -> list[Part]:
-    """Returns the parts of a turn: the wording with its words filled in, cut where its chunks stand."""
+    """Return the parts of a turn: the wording with its words filled in, cut where its chunks stand."""
     pieces: list[Part] = []
     for piece in re.split(r"\{(\w)\}", wording):
         part = slots.get(piece, piece)

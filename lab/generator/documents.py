@@ -22,12 +22,12 @@ class Fact:
 
 
 def length_of(text: str) -> int:
-    """Returns the number of words and marks."""
+    """Return the number of words and mark."""
     return len(text.split()) + text.count(".") + text.count(",")
 
 
 def _pad(sentences: list[str], rng: random.Random, split: Split, words: tuple[int, int]) -> list[str]:
-    """Returns filler sentences to put between (or after) the given ones."""
+    """Return filler sentences to put between (or after) the given ones."""
     target, out = rng.randint(*words), []
     size = sum(length_of(s) for s in sentences)
     while size < target - 6:
@@ -47,14 +47,14 @@ def _interleave(rng: random.Random, first: list[str], rest: list[str], filler: l
 
 
 def draw_value(rng: random.Random, attribute: str) -> str:
-    """Returns a random value of an attribute."""
+    """Return a random value of an attribute."""
     if attribute == "code":
         return draw_code(rng)
     return rng.choice({"city": CITIES, "job": JOBS, "pet": PETS}[attribute])
 
 
 def card(rng: random.Random, split: Split, words: tuple[int, int] = WORDS, title: str = "") -> Fact:
-    """Returns a card with its facts in the first dozen tokens; only the label outside tells which card it is.
+    """Return a card with its facts in the first dozen tokens; only the label outside tells which card it is.
 
     With a `title` the facts are sentences between filler, and each says that it is about the title.
     """
@@ -84,7 +84,7 @@ def biography(
     words: tuple[int, int] = WORDS,
     scattered: bool = False,
 ) -> Fact:
-    """Returns city, job, pet and perhaps friend of a person between filler sentences; with `scattered`, the headline
+    """Return city, job, pet and perhaps friend of a person between filler sentences; with `scattered`, the headline
     too."""
     facts = {a: draw_value(rng, a) for a in ("city", "job", "pet")}
     if friend:
@@ -99,14 +99,14 @@ def biography(
 
 
 def needle(rng: random.Random, split: Split, things: str | list[str], words: tuple[int, int] = WORDS) -> Fact:
-    """Returns the codes of a thing or of several, a sentence each, hidden in filler."""
+    """Return the codes of a thing or of several, a sentence each, hidden in filler."""
     facts = {thing: draw_code(rng) for thing in ([things] if isinstance(things, str) else things)}
     rest = [reference_fact("code", thing, code) for thing, code in facts.items()]
     return Fact("needle", _interleave(rng, [], rest, _pad(rest, rng, split, words)), facts)
 
 
 def reference_fact(attribute: str, subject: str, value: str) -> str:
-    """Returns a one-sentence library entry; `attribute` "code" is about a thing, the others about a person."""
+    """Return a one-sentence library entry; `attribute` "code" is about a thing, the others about a person."""
     if attribute == "code":
         return f"The code of the {subject} is {value}."
     return SENTENCE[attribute].format(name=subject, value=value)

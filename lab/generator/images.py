@@ -50,18 +50,18 @@ class Scene:
     background: int | None = None
 
     def at(self, quadrant: int) -> str:
-        """Returns the object of a quadrant in words, or "nothing"."""
+        """Return the object of a quadrant in words, or "nothing"."""
         return next((f"{c} {s}" for q, c, s in self.objects if q == quadrant), "nothing")
 
     def caption(self) -> str:
-        """Returns all objects with their places, in reading order."""
+        """Return all objects with their places, in reading order."""
         return ", ".join(
             f"{'an' if c == 'orange' else 'a'} {c} {s} {POSITIONS[q]}" for q, c, s in self.objects
         )
 
 
 def draw_scene(rng: random.Random, count: int | None = None, digits: bool = True) -> Scene:
-    """Returns a scene of 1-4 objects; colours and shapes are distinct within it."""
+    """Return a scene of 1-4 objects; colours and shapes are distinct within it."""
     count = count or rng.randint(1, 4)
     quadrants = sorted(rng.sample(range(4), count))
     colours, shapes = rng.sample(list(COLOURS), count), rng.sample(SHAPES, count)
@@ -107,7 +107,7 @@ def _sprite(colour: str, shape: str, rng: random.Random) -> np.ndarray:
 
 @functools.cache
 def sprites(split: Split) -> dict[tuple[str, str], list[np.ndarray]]:
-    """Returns RGBA sprites of every (colour, shape); the two splits share none."""
+    """Return RGBA sprites of every (colour, shape); the two splits share none."""
     rng = random.Random(_SPRITE_SEED[split])
     return {
         (c, s): [_sprite(c, s, rng) for _ in range(_VARIANTS[split])]
@@ -117,7 +117,7 @@ def sprites(split: Split) -> dict[tuple[str, str], list[np.ndarray]]:
 
 
 def render(scene: Scene, rng: random.Random, split: Split) -> np.ndarray:
-    """Returns the scene as uint8 [64, 64, 3] on a dark background."""
+    """Return the scene as uint8 [64, 64, 3] on a dark background."""
     pixels = np.full((SIZE, SIZE, 3), rng.randint(0, 50), np.float32)
     for quadrant, colour, shape in scene.objects:
         sprite = rng.choice(sprites(split)[(colour, shape)])
@@ -130,7 +130,7 @@ def render(scene: Scene, rng: random.Random, split: Split) -> np.ndarray:
 
 @functools.cache
 def _masks(split: Split, shape: str) -> list[np.ndarray]:
-    """Returns masks of a quadrant of a large image, 0 to 255 where the shape covers it; the two splits share none."""
+    """Return masks of a quadrant of a large image, 0 to 255 where the shape covers it; the two splits share none."""
     rng, side = random.Random(f"{split}-{shape}-{_SPRITE_SEED[split]}"), LARGE // 2
     out = []
     for _ in range(_MASKS[split]):
@@ -143,7 +143,7 @@ def _masks(split: Split, shape: str) -> list[np.ndarray]:
 
 
 def render_large(scene: Scene, rng: random.Random, split: Split) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the scene as uint8 [336, 336, 3], and which part of every pixel an object covers, [336, 336] in [0,
+    """Return the scene as uint8 [336, 336, 3], and which part of every pixel an object covers, [336, 336] in [0,
     1]."""
     background = rng.randrange(len(BACKGROUNDS)) if scene.background is None else scene.background
     shift = [level + rng.uniform(-_JITTER, _JITTER) for level in BACKGROUNDS[background]]

@@ -24,7 +24,7 @@ class Question(NamedTuple):
 
 
 def ask(rng: random.Random, asking: Asking, kind: str, **slots: str) -> str:
-    """Draws a wording and fills it in."""
+    """Draw a wording and fill it in."""
     return draw(rng, asking, kind).format(**slots)
 
 
@@ -36,7 +36,7 @@ _IMAGE_KINDS = (
 def about_image(
     rng: random.Random, asking: Asking, scene: Scene, label: str, kind: str | None = None
 ) -> Question:
-    """Returns a question about one image."""
+    """Return a question about one image."""
     kind = kind or rng.choice(_IMAGE_KINDS)
     digit = next((s for _, _, s in scene.objects if s in DIGITS), None)
     if kind == "digit" and digit is None:
@@ -57,7 +57,7 @@ def about_image(
 
 
 def about_document(rng: random.Random, asking: Asking, fact: Fact, label: str) -> Question:
-    """Returns a question about one document."""
+    """Return a question about one document."""
     key = rng.choice(list(fact.facts))
     if fact.kind == "card":
         label = fact.title or label
@@ -68,7 +68,7 @@ def about_document(rng: random.Random, asking: Asking, fact: Fact, label: str) -
 
 
 def two_hop(rng: random.Random, asking: Asking, person: Fact, friend: Fact) -> Question:
-    """Asks where the friend of someone lives (or works); the answer names the friend first."""
+    """Ask where the friend of someone lives (or works); the answer names the friend first."""
     key = rng.choice(("city", "job"))
     verb = {"city": "lives in", "job": "works as a"}[key]
     text = ask(rng, asking, f"friend {key}", x=person.subject)
@@ -77,7 +77,7 @@ def two_hop(rng: random.Random, asking: Asking, person: Fact, friend: Fact) -> Q
 
 
 def both(rng: random.Random, asking: Asking, a: Fact, b: Fact) -> Question:
-    """Asks whether two people live in one city or have one job. The answer shows its reasons."""
+    """Ask whether two people live in one city or have one job. The answer shows its reasons."""
     key = rng.choice(("city", "job"))
     first, second = a.facts[key], b.facts[key]
     verdict = "yes" if first == second else "no"
@@ -90,7 +90,7 @@ def both(rng: random.Random, asking: Asking, a: Fact, b: Fact) -> Question:
 def compare(
     rng: random.Random, asking: Asking, a: tuple[str, Scene], b: tuple[str, Scene], kind: str | None = None
 ) -> Question | None:
-    """Asks which of two images has more shapes, or whether a shape they share has one colour. The answer shows its
+    """Ask which of two images has more shapes, or whether a shape they share has one colour. The answer shows its
     reasons."""
     (label_a, scene_a), (label_b, scene_b) = a, b
     colours_a, colours_b = ({s: c for _, c, s in scene.objects} for scene in (scene_a, scene_b))

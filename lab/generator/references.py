@@ -47,7 +47,7 @@ PLACES = ("{o} in the {p}", "at the {p} {o}")
 
 
 def caption(rng: random.Random, scene: Scene) -> str:
-    """Returns all objects of a scene with their places, in one of many wordings and orders."""
+    """Return all objects of a scene with their places, in one of many wordings and orders."""
     objects = list(scene.objects)
     if rng.random() < 0.5:
         rng.shuffle(objects)
@@ -94,7 +94,7 @@ class ReferenceSet:
         return path
 
     def _scene(self, key: tuple[str, str] | None = None) -> Scene:
-        """Returns a scene of common objects and digits (or of the key and common objects) that no other entry shows."""
+        """Return a scene of common objects and digits (or of the key and common objects) that no other entry shows."""
         while True:
             scene = draw_scene(self.rng, digits=key is None)
             objects = {(c, s) for _, c, s in scene.objects}
@@ -130,7 +130,7 @@ class ReferenceSet:
         return id
 
     def _descriptions(self) -> None:
-        """Adds texts about pictures that are not in the library themselves."""
+        """Add texts about pictures that are not in the library themselves."""
         for _ in range(DESCRIBED):
             scene = self._scene()
             metadata = {"objects": _objects(scene), "count": len(scene.objects)}
@@ -153,7 +153,7 @@ class ReferenceSet:
             self._ask("text->text", "question", id, text=asked, answer=value)
 
     def write(self, folder: Path) -> None:
-        """Writes entries, queries and images; other files in the folder are left alone."""
+        """Write entries, queries and images; other files in the folder are left alone."""
         for path, pixels in self.pixels.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             PILImage.fromarray(pixels).save(folder / path, optimize=True)
@@ -167,7 +167,7 @@ def _objects(scene: Scene) -> list[str]:
 
 
 def load(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns (entries, queries) of a written reference set; paths are absolute."""
+    """Return (entries, queries) of a written reference set; paths are absolute."""
 
     def rows(name: str) -> Iterator[dict[str, Any]]:
         for line in (folder / name).read_text(encoding="utf-8").splitlines():

@@ -22,20 +22,20 @@ class Generator(ChunkGenerator):
     # questions
 
     def about(self, item: Labelled, kind: str | None = None) -> questions.Question:
-        """Returns a question about one chunk."""
+        """Return a question about one chunk."""
         if isinstance(item.about, Scene):
             return questions.about_image(self.rng, self.asking, item.about, item.label, kind)
         return questions.about_document(self.rng, self.asking, item.about, item.label)
 
     def compare(self, items: list[Labelled], kind: str | None = None) -> questions.Question | None:
-        """Returns a comparison of two of the images, if there are two that can be compared."""
+        """Return a comparison of two of the images, if there are two that can be compared."""
         scenes = [(i.label, i.about) for i in items if isinstance(i.about, Scene)]
         if len(scenes) < 2:
             return None
         return questions.compare(self.rng, self.asking, *self.rng.sample(scenes, 2), kind=kind)
 
     def hop(self, items: list[Labelled]) -> questions.Question | None:
-        """Returns a two-hop question, if someone's friend has a biography here too."""
+        """Return a two-hop question, if someone's friend has a biography here too."""
         people = {fact.subject: fact for fact in _people(items)}
         having = [p for p in people.values() if p.facts.get("friend") in people]
         if not having:
@@ -44,12 +44,12 @@ class Generator(ChunkGenerator):
         return questions.two_hop(self.rng, self.asking, person, people[person.facts["friend"]])
 
     def both(self, items: list[Labelled]) -> questions.Question | None:
-        """Asks whether two people share a city or a job, if two have a biography here."""
+        """Ask whether two people share a city or a job, if two have a biography here."""
         people = _people(items)
         return questions.both(self.rng, self.asking, *self.rng.sample(people, 2)) if len(people) > 1 else None
 
     def last(self, items: list[Labelled]) -> questions.Question | None:
-        """Returns a question about the person who comes last, told by order alone."""
+        """Return a question about the person who comes last, told by order alone."""
         people = _people(items)
         if not people:
             return None
@@ -58,7 +58,7 @@ class Generator(ChunkGenerator):
         return questions.Question(f"last {key}", text, people[-1].facts[key], f"last {key}")
 
     def search(self, items: list[Labelled], kind: str) -> Turn:
-        """Returns a question that only the library can answer: about a ``person``, a ``thing`` or a ``picture``."""
+        """Return a question that only the library can answer: about a ``person``, a ``thing`` or a ``picture``."""
         rng, split, asking = self.rng, self.split, self.asking
         if kind == "picture":
             scene = draw_scene(rng, rng.randint(2, 4), digits=False)
@@ -87,7 +87,7 @@ class Generator(ChunkGenerator):
     # conversations
 
     def _word_level(self, items: list[Labelled]) -> Turn | None:
-        """Returns a comparison whose two images stand inside the sentence."""
+        """Return a comparison whose two images stand inside the sentence."""
         if not all(isinstance(i.about, Scene) for i in items):
             return None
         (a, b), rng = items, self.rng
@@ -105,7 +105,7 @@ class Generator(ChunkGenerator):
         return Turn(fill_in(wording, slots), question.answer, kind=f"word {question.kind}")
 
     def few_shot(self, count: int) -> Conversation:
-        """Returns images each followed by its colour (or its shape); the last one is left to the model."""
+        """Return images each followed by its colour (or its shape); the last one is left to the model."""
         rng = self.rng
         by_colour = rng.random() < 0.5
         parts: list[Part] = []
@@ -118,11 +118,11 @@ class Generator(ChunkGenerator):
         return Conversation([Turn(parts, answer, kind="few-shot")], task="few-shot")
 
     def task(self, name: str, count: int) -> Conversation:
-        """Draws one evaluation question of a task over `count` chunks."""
+        """Draw one evaluation question of a task over `count` chunks."""
         return self.branches(name, count, 1)[0]
 
     def branches(self, name: str, count: int, size: int) -> list[Conversation]:
-        """Returns up to `size` different evaluation questions of a task, each a conversation over the same `count`
+        """Return up to `size` different evaluation questions of a task, each a conversation over the same `count`
         chunks.
 
         At least one; how many there can be depends on the task and on what was drawn.
@@ -139,7 +139,7 @@ class Generator(ChunkGenerator):
         ask: Callable[[list[Labelled]], questions.Question | None],
         named: bool = False,
     ) -> list[Conversation]:
-        """Returns conversations of one question each over the same chunks of these kinds, none if none can be asked."""
+        """Return conversations of one question each over the same chunks of these kinds, none if none can be asked."""
         items = self.context_of(kinds, named)
         asked: dict[str, Conversation] = {}
         for _ in range(1 if size == 1 else _TRIES * size):
@@ -152,7 +152,7 @@ class Generator(ChunkGenerator):
         return list(asked.values())
 
     def single_search(self, size: int, count: int, kind: str) -> list[Conversation]:
-        """Returns questions for the library over a context that does not have the answer, one a conversation."""
+        """Return questions for the library over a context that does not have the answer, one a conversation."""
         items = self.context(count)
         asked: dict[str | None, Conversation] = {}
         while len(asked) < size:
@@ -162,7 +162,7 @@ class Generator(ChunkGenerator):
         return list(asked.values())
 
     def word_level(self) -> list[Conversation]:
-        """Draws one comparison with both images inside the sentence, or none."""
+        """Draw one comparison with both images inside the sentence, or none."""
         turn = self._word_level(self.context_of(["image", "image"], self.rng.random() < NAMED))
         return [Conversation([turn])] if turn else []
 

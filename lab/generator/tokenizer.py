@@ -18,7 +18,7 @@ STORED = Path(__file__).parent / "tokenizer.json"
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns the stored tokenizer with its special tokens and the chat template."""
+    """Return the stored tokenizer with its special tokens and the chat template."""
     fast = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_file(str(STORED)),
         bos_token=SPECIAL["bos"],

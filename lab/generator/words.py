@@ -87,17 +87,17 @@ def _bucket(text: str) -> int:
 
 
 def is_eval(text: str) -> bool:
-    """Returns whether a full name or a handle belongs to the evaluation split (one in four does)."""
+    """Return whether a full name or a handle belongs to the evaluation split (one in four does)."""
     return _bucket(text) == 0
 
 
 def fillers(split: Split) -> list[str]:
-    """Returns sentences without facts, to fill documents up."""
+    """Return sentences without facts, to fill documents up."""
     return _FILLER_TRAIN if split == "train" else _FILLER_EVAL
 
 
 def draw_people(rng: random.Random, n: int, split: Split) -> list[str]:
-    """Returns `n` full names of the split; no two share a first or a last name."""
+    """Return `n` full names of the split; no two share a first or a last name."""
     firsts, lasts, people = list(FIRST_NAMES), list(LAST_NAMES), []
 
     def fits(first: str, last: str) -> bool:
@@ -115,7 +115,7 @@ def draw_people(rng: random.Random, n: int, split: Split) -> list[str]:
 
 
 def draw_handle(rng: random.Random, split: Split) -> str:
-    """Returns an upper-case handle such as EIFFEL2025, LUMA or TEROKA7."""
+    """Return an upper-case handle such as EIFFEL2025, LUMA or TEROKA7."""
     while True:
         if rng.random() < 0.35:
             stem = rng.choice(HANDLE_WORDS)
@@ -129,7 +129,7 @@ def draw_handle(rng: random.Random, split: Split) -> str:
 
 
 def draw_handles(rng: random.Random, n: int, split: Split) -> list[str]:
-    """Returns `n` handles whose letters differ (a name that differs by its digits only is not drawn)."""
+    """Return `n` handles whose letters differ (a name that differs by its digits only is not drawn)."""
     handles: dict[str, str] = {}
     while len(handles) < n:
         handle = draw_handle(rng, split)
@@ -138,5 +138,5 @@ def draw_handles(rng: random.Random, n: int, split: Split) -> list[str]:
 
 
 def draw_code(rng: random.Random) -> str:
-    """Returns a three-digit code."""
+    """Return a three-digit code."""
     return "".join(rng.sample(DIGITS, 3))

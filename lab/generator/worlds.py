@@ -30,7 +30,7 @@ class World:
     labels: Labels = "around"
 
     def render(self, scene: Scene, rng: random.Random, split: Split) -> np.ndarray:
-        """Returns a picture of a scene, uint8 `[size, size, 3]`."""
+        """Return a picture of a scene, uint8 `[size, size, 3]`."""
         return render(scene, rng, split) if self.size == SIZE else render_large(scene, rng, split)[0]
 
 

@@ -55,7 +55,7 @@ class Case:
         return self.spans * self.keys
 
     def cost(self, dtype: torch.dtype) -> Cost:
-        """Returns the operations of the visible pairs, and the bytes of queries, outputs, and every key and value
+        """Return the operations of the visible pairs, and the bytes of queries, outputs, and every key and value
         once."""
         pairs = self.requests * self.rows * (self.linked + (self.rows + 1) / 2)
         chunks = self.linked * (1 if self.shared else self.requests)
@@ -71,7 +71,7 @@ DECODE = Case("decode", 32, 8, 128, 1, 8, 4, 2304)
 def build(
     case: Case, placement: BenchDevice, tiles: Tiles | None = None, block_programs: int = 0
 ) -> tuple[TritonStep, torch.Tensor]:
-    """Returns a step of the case: extents side by side in one arena, as the pool lays them, every chunk at another
+    """Return a step of the case: extents side by side in one arena, as the pool lays them, every chunk at another
     base."""
     from mpic.kernels.triton.launch import Geometry
     from mpic.kernels.triton.step import TritonStep, strides_of
@@ -108,7 +108,7 @@ def build(
 
 
 def segment_attention(case: Case, placement: BenchDevice, tiles: Tiles | None = None) -> Callable[[], object]:
-    """Returns the kernels' launches for one layer of the case."""
+    """Return the kernels' launches for one layer of the case."""
     from mpic.kernels.triton.warmup import programs_of
 
     scale = case.dim**-0.5

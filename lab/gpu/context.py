@@ -65,7 +65,7 @@ class Context:
         return "auto" if wrong or end["status"] not in ("ok", "left out") else "triton"
 
     def model(self, model: ModelShape) -> tuple[LoadedModel, Costs]:
-        """Returns a model with random weights on the device, self-tested as every model is when it is loaded."""
+        """Return a model with random weights on the device, self-tested as every model is when it is loaded."""
         loaded = model.build(self.placement)
         loaded.choose_attention(self.attention)
         error = self_test(loaded)
@@ -77,8 +77,8 @@ class Context:
     def timed(
         self, measured: str, shape: str, how: str, taken: float, cost: Cost, unit: str = "ms", **more: Any
     ) -> float | None:
-        """Writes a row with a time, given in seconds and shown in ``unit`` (ms or us), and the roofline of its cost.
-        Returns the ratio of the time to the roofline, None when that is not known."""
+        """Write a row with a time, given in seconds and shown in ``unit`` (ms or us), and the roofline of its cost.
+        Return the ratio of the time to the roofline, None when that is not known."""
         value = taken * {"ms": 1e3, "us": 1e6}[unit]
         return self.rate(measured, shape, how, value, taken, cost, unit, **more)
 
@@ -93,7 +93,7 @@ class Context:
         unit: str,
         **more: Any,
     ) -> float | None:
-        """Writes a row with the rate of work that took ``taken`` seconds, and the roofline of its cost; see
+        """Write a row with the rate of work that took ``taken`` seconds, and the roofline of its cost; see
         ``timed``."""
         roofline = against(self.top, cost, taken, value, unit)
         self.run.row(measured, shape, how, round(value, 4), unit, **roofline, **more)
@@ -102,7 +102,7 @@ class Context:
     def check(
         self, measured: str, shape: str, how: str, work: Callable[[], float], limit: float, unit: str
     ) -> bool:
-        """Writes a row that says whether an error is within its limit. An exception becomes a row, too, and is not
+        """Write a row that says whether an error is within its limit. An exception becomes a row, too, and is not
         raised.
 
         Args:
@@ -118,7 +118,7 @@ class Context:
         return ok
 
     def attempt(self, measured: str, shape: str, work: Callable[[], None]) -> None:
-        """Runs work that writes rows. An exception becomes the row of a failed check, and the next measurements still
+        """Run work that writes rows. An exception becomes the row of a failed check, and the next measurements still
         run."""
         try:
             work()
@@ -131,7 +131,7 @@ class Context:
         self.run.row(measured, shape, "left out", None, "", why=why)
 
     def free(self) -> float:
-        """Returns the bytes of device memory that are free; unlimited on the CPU, where sizes are tiny."""
+        """Return the bytes of device memory that are free; unlimited on the CPU, where sizes are tiny."""
         if self.placement.device.type != "cuda":
             return float("inf")
         torch.cuda.empty_cache()

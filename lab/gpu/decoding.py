@@ -19,7 +19,7 @@ SPARE = 1024
 
 
 def decode(run: SectionRun) -> None:
-    """Measures batches whose requests link different chunks, and batches that link the same; batches that do not fit
+    """Measure batches whose requests link different chunks, and batches that link the same; batches that do not fit
     are reported."""
     context = Context(run)
     sizes = context.sizes
@@ -60,7 +60,7 @@ def decode(run: SectionRun) -> None:
 def _batch(
     context, engine, costs, ids, sets: list[list[Chunk]], batch: int, width: int, shared: bool
 ) -> None:
-    """Writes one row: a batch over contexts of ``width`` sets each."""
+    """Write one row: a batch over contexts of ``width`` sets each."""
     sizes = context.sizes
     tokens = width * sizes.set_chunks * sizes.chunk
     shape = shape_of(batch, tokens, shared)
@@ -89,7 +89,7 @@ def shape_of(batch: int, tokens: int, shared: bool) -> str:
 
 
 def _sets_that_fit(context: Context, loaded: LoadedModel) -> int:
-    """Returns the number of sets that are wanted, or that fit into three quarters of the free memory together with the
+    """Return the number of sets that are wanted, or that fit into three quarters of the free memory together with the
     requests."""
     sizes = context.sizes
     token = loaded.shape.per_token * context.placement.dtype.itemsize

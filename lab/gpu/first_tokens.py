@@ -41,7 +41,7 @@ class Taken(NamedTuple):
 
 
 def link(run: SectionRun) -> None:
-    """Links 8 resident images with the numbers of tokens of LLaVA-1.5 and LLaVA-1.6."""
+    """Link 8 resident images with the numbers of tokens of LLaVA-1.5 and LLaVA-1.6."""
     context = Context(run)
     for model in context.sizes.models:
         subject = FirstTokens(context, model)
@@ -54,7 +54,7 @@ def link(run: SectionRun) -> None:
 
 
 def headline(run: SectionRun) -> None:
-    """Measures the papers' figure: 1 to 10 images under each policy, and the roofline of mpic-32.
+    """Measure the papers' figure: 1 to 10 images under each policy, and the roofline of mpic-32.
 
     Raises:
         RuntimeError: prefix caching and mpic-32 were not both measured on the first model.
@@ -99,7 +99,7 @@ class FirstTokens:
         self._tokens, self._graphs = 0, "auto"
 
     def _inputs(self, image: Image.Image) -> ChunkInputs:
-        """Returns inputs with random embeddings and positions in a row, or in a grid."""
+        """Return inputs with random embeddings and positions in a row, or in a grid."""
         n, side = self._tokens, self._model.side
         positions, rotary_length = torch.arange(n)[None], n
         if side:
@@ -111,7 +111,7 @@ class FirstTokens:
         return ChunkInputs(torch.full((n,), 5), positions.contiguous(), rotary_length, embeds)
 
     def measure(self, prompts: ImagePrompts, graphs: str = "auto") -> dict[tuple[int, str], Taken]:
-        """Writes rows for every number of images that fits, and returns the results with the report's own attention.
+        """Write rows for every number of images that fits, and return the results with the report's own attention.
 
         ``mpic-32`` is also measured with the device's default attention, unless ``graphs`` is ``off``: then no step
         runs from CUDA graphs.
@@ -151,12 +151,12 @@ class FirstTokens:
         self_test(self._loaded)
 
     def _pool(self, prompts: ImagePrompts, images: int) -> int:
-        """Returns the pool's tokens: chunks, a request that recomputes all of them, one whose prefix is kept."""
+        """Return the pool's tokens: chunks, a request that recomputes all of them, one whose prefix is kept."""
         prompt = images * prompts.tokens + prompts.system + prompts.text
         return images * prompts.tokens + 2 * (prompt + 512)
 
     def _room(self) -> float:
-        """Returns the number of tokens that fit, with a quarter of the free memory left for work."""
+        """Return the number of tokens that fit, with a quarter of the free memory left for work."""
         return 0.75 * self._context.free() / self._costs.token
 
     def _policy(
@@ -168,7 +168,7 @@ class FirstTokens:
         policy: str,
         taken: dict[tuple[int, str], Taken],
     ) -> None:
-        """Writes the rows of a policy, and puts the results into ``taken``."""
+        """Write the rows of a policy, and put the results into ``taken``."""
         context, measured = self._context, f"first token, {self._model.name}"
         for count in sorted(counts, reverse=True):  # the largest must not be cut off, so it runs first
             shape = f"{count} images of {prompts.tokens} tokens"
@@ -183,7 +183,7 @@ class FirstTokens:
     def _median(
         self, engine: Engine, prompts: ImagePrompts, images: list[Chunk], policy: str
     ) -> tuple[float, GenerationUsage]:
-        """Returns the median seconds, after one request that does not count, and the usage of the prompt."""
+        """Return the median seconds, after one request that does not count, and the usage of the prompt."""
         taken = []
         for number in range(prompts.repeats + 1):
             prompt = self._prompt(prompts, images, policy == BASE)
@@ -196,7 +196,7 @@ class FirstTokens:
         return median_low(taken[1:]), usage
 
     def _prompt(self, prompts: ImagePrompts, images: list[Chunk], system: bool) -> Any:
-        """Returns a prompt of fresh text, so that nothing but the system prompt can be found again."""
+        """Return a prompt of fresh text, so that nothing but the system prompt can be found again."""
         half, fresh = prompts.text // 2, self._ids.fresh
         parts: list[Any] = [self._system if system else fresh(prompts.system), fresh(half)]
         for image in images:

@@ -13,14 +13,14 @@ from mpic_lab.gpu.record import Line
 
 
 def facts(device: str) -> dict[str, Any]:
-    """Returns the GPU's name (None on the CPU, or where it cannot be asked), the checkout's commit and torch's
+    """Return the GPU's name (None on the CPU, or where it cannot be asked), the checkout's commit and torch's
     version (None without torch)."""
     asked = ask("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") if device == "cuda" else None
     return {"gpu": asked and asked.splitlines()[0], "commit": commit(), "torch": version("torch")}
 
 
 def version(package: str) -> str | None:
-    """Returns the version of an installed package, None if it is not installed as a distribution."""
+    """Return the version of an installed package, None if it is not installed as a distribution."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -28,13 +28,13 @@ def version(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """Returns the commit of the checkout, None where git cannot tell."""
+    """Return the commit of the checkout, None where git cannot tell."""
     root = Path(__file__).resolve().parents[2]
     return ask("git", "-C", str(root), "describe", "--always", "--dirty")
 
 
 def ask(*command: str) -> str | None:
-    """Returns what a program prints, None if it is not there, fails, or takes too long."""
+    """Return what a program prints, None if it is not there, fails, or takes too long."""
     if shutil.which(command[0]) is None:
         return None
     try:
@@ -45,6 +45,6 @@ def ask(*command: str) -> str | None:
 
 
 def another_gpu(lines: list[Line], gpu: str | None) -> str | None:
-    """Returns the name of another GPU that a report's rows were measured on, None if there is none."""
+    """Return the name of another GPU that a report's rows were measured on, None if there is none."""
     names = (line.get("gpu") for line in lines if line.get("event") == "run")
     return next((name for name in names if name and gpu and name != gpu), None)

@@ -36,7 +36,7 @@ GROUPS = (1, 4, 7)
 
 
 def tuning(run: SectionRun) -> None:
-    """Measures candidates, a row each; the fastest go into a table beside the report's file, in the form of
+    """Measure candidates, a row each; the fastest go into a table beside the report's file, in the form of
     ``tuned.json``."""
     context = Context(run)
     sizes, placement = context.sizes, context.placement
@@ -76,8 +76,8 @@ def tune(
     repeats: int,
     seen: Callable[[Sequence[Case], TileSizes, float | None], None] = lambda cases, sizes, seconds: None,
 ) -> tuple[TileSizes, TileSizes]:
-    """Measures the candidates for one head dimension and one number of query heads a key head, writes the best into the
-    table at ``path``, beside its other entries, and returns them. Tiles of single rows are measured over chunks of each
+    """Measure the candidates for one head dimension and one number of query heads a key head, write the best into the
+    table at ``path``, beside its other entries, and return them. Tiles of single rows are measured over chunks of each
     request's own and over the same chunks for all, one time after the other.
 
     Args:
@@ -116,20 +116,20 @@ def tune(
 
 
 def _flush(placement: BenchDevice) -> torch.Tensor:
-    """Returns memory that is written before each run: keys are then not in the caches, and the host has the time to
+    """Return memory that is written before each run: keys are then not in the caches, and the host has the time to
     launch what is measured, which for a decoding step takes it longer than the device."""
     size = 1 << 30 if placement.device.type == "cuda" else 1
     return torch.empty(size, dtype=torch.uint8, device=placement.device)
 
 
 def _of_group(case: Case, dim: int, group: int) -> Case:
-    """Returns a case for a head dimension and so many query heads a key head, with about as many heads as before."""
+    """Return a case for a head dimension and so many query heads a key head, with about as many heads as before."""
     kv_heads = max(1, case.heads // group)
     return dataclasses.replace(case, dim=dim, kv_heads=kv_heads, heads=group * kv_heads)
 
 
 def _enter(path: Path, gpu: str, name: str, block: TileSizes, single: TileSizes) -> None:
-    """Writes the sizes of one GPU for a dtype, head dimension and group (``name``) into the table at ``path``."""
+    """Write the sizes of one GPU for a dtype, head dimension and group (``name``) into the table at ``path``."""
     import triton
 
     table = read_table(path) if path.exists() else {"schema": SCHEMA, "gpus": {}}

@@ -19,7 +19,7 @@ from mpic_lab.gpu.supervise import SectionRun
 
 
 def loads(run: SectionRun) -> None:
-    """Measures the first token of a link whose chunks are resident, in host memory, in the page cache, on the disk; the
+    """Measure the first token of a link whose chunks are resident, in host memory, in the page cache, on the disk; the
     load alone; and the share of the shorter of load and link that is hidden behind the other."""
     context = Context(run)
     subject = _StoredChunks(context)
@@ -62,7 +62,7 @@ class _StoredChunks:
         return request_of(self._ids.spaced(self._chunks, self._context.sizes.text, 8), "mpic-32", 2)
 
     def compile(self, library: Library) -> None:
-        """Stores the chunks, and measures a link over resident ones."""
+        """Store the chunks, and measure a link over resident ones."""
         with native_engine(self._loaded, self._tokens, library.store) as engine:
             compile_all(engine, self._chunks)
             self.keys = [engine.linker.key(chunk) for chunk in self._chunks]
@@ -79,7 +79,7 @@ class _StoredChunks:
         )
 
     def measure(self, library: Library, tier: str, cold: bool = False, **more: Any) -> None:
-        """Writes two rows: the load alone, and the first token of a link that waits for it."""
+        """Write two rows: the load alone, and the first token of a link that waits for it."""
         context, repeats = self._context, self._context.sizes.repeats
         alone = _best(lambda: self.alone(library, cold), repeats)
         cost = Cost(bus=self._kv)
@@ -90,7 +90,7 @@ class _StoredChunks:
         context.timed("first token", self.shape, tier, linked, both, hidden_share=hidden)
 
     def alone(self, library: Library, cold: bool = False) -> float:
-        """Returns the seconds until an otherwise idle engine has all chunks resident."""
+        """Return the seconds until an otherwise idle engine has all chunks resident."""
         with native_engine(self._loaded, self._tokens, library.store) as engine:
             if cold:
                 drop_from_cache(self._paths)
@@ -100,7 +100,7 @@ class _StoredChunks:
             return taken + time.perf_counter() - began
 
     def _linked(self, library: Library, cold: bool = False, resident: bool = False) -> float:
-        """Returns the seconds to the first token of a link that is an engine's first request.
+        """Return the seconds to the first token of a link that is an engine's first request.
 
         Args:
             cold: True if the page cache holds none of the chunks; ``resident``: True if the device holds all of them.
@@ -119,5 +119,5 @@ class _StoredChunks:
 
 
 def _best(measure, repeats: int) -> float:
-    """Returns the median after one measurement that does not count."""
+    """Return the median after one measurement that does not count."""
     return median_low([measure() for _ in range(repeats + 1)][1:])

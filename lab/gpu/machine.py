@@ -19,7 +19,7 @@ QUERY = "driver_version,clocks.max.sm,clocks.max.mem,power.limit,memory.total,pc
 
 
 def versions(run: SectionRun) -> None:
-    """Writes a row for each version first, so that the report has them whatever happens later."""
+    """Write a row for each version first, so that the report has them whatever happens later."""
     run.row("version", "python", platform.python_implementation(), platform.python_version())
     for package in PACKAGES:
         absent = "not installed" if not installed(package.replace("-", "_")) else "unknown"
@@ -43,7 +43,7 @@ def versions(run: SectionRun) -> None:
 
 
 def measure_ceilings(run: SectionRun) -> None:
-    """Measures the rates from which every prediction is made: a copy, a matrix product, both directions of the bus, and
+    """Measure the rates from which every prediction is made: a copy, a matrix product, both directions of the bus, and
     one launch."""
     from mpic_lab.bench.harness import median_seconds
     from mpic_lab.gpu.context import Context

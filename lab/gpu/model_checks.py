@@ -28,7 +28,7 @@ from mpic_lab.gpu.supervise import SectionRun
 
 
 def self_tests(run: SectionRun) -> None:
-    """Tests the engine, in fp32 where its answers must be the very same; then real shapes under each attention."""
+    """Test the engine, in fp32 where its answers must be the very same; then real shapes under each attention."""
     context = Context(run)
     for attention in ("auto", "triton"):
         context.check(
@@ -69,7 +69,7 @@ def _self_test(loaded: LoadedModel, attention: str) -> float:
 
 
 def _small(context: Context, attention: str) -> tuple[LoadedModel, int]:
-    """Returns a small model in float32, and the size of its vocabulary."""
+    """Return a small model in float32, and the size of its vocabulary."""
     placement = BenchDevice(context.placement.device, torch.float32)
     decoder = DecoderShape(
         layers=2, hidden=256, heads=4, intermediate=256, kv_heads=2, vocabulary=1000, context=2048
@@ -80,7 +80,7 @@ def _small(context: Context, attention: str) -> tuple[LoadedModel, int]:
 
 
 def _batches(context: Context) -> float:
-    """Returns how many answers of a batch differ between decoding in CUDA graphs and without."""
+    """Return how many answers of a batch differ between decoding in CUDA graphs and without."""
     loaded, vocabulary = _small(context, context.attention)
     ids, tokens, count = Ids(vocabulary), 4 if context.run.quick else 48, 2 if context.run.quick else 8
     chunks = ids.chunks(2, 16)
@@ -95,7 +95,7 @@ def _batches(context: Context) -> float:
 
 
 def _reuses(context: Context, attention: str) -> float:
-    """Returns how many tokens differ between ``full`` and ``reuse`` of a chunk that begins the prompt, which is exact:
+    """Return how many tokens differ between ``full`` and ``reuse`` of a chunk that begins the prompt, which is exact:
     from the device, then in a new engine that reads the chunk's file."""
     loaded, vocabulary = _small(context, attention)
     ids, tokens = Ids(vocabulary), 4 if context.run.quick else 24

@@ -50,7 +50,7 @@ class ModelShape:
         return tf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **tokens)
 
     def build(self, placement: BenchDevice) -> LoadedModel:
-        """Returns a model with random weights, made on the device."""
+        """Return a model with random weights, made on the device."""
         kind = tf.Qwen2_5_VLForConditionalGeneration if self.side else tf.LlamaForCausalLM
         torch.manual_seed(0)
         with made_on(placement):
@@ -67,7 +67,7 @@ QWEN = ModelShape("Qwen2.5-VL-7B shape", DecoderShape(28, 3584, 28, 18944, 4, 15
 def native_engine(
     loaded: LoadedModel, tokens: int, store: ChunkStore | None = None, **options: object
 ) -> Iterator[NativeEngine]:
-    """Starts the engine on a model in this process, with a pool that has room for ``tokens``, and closes it at the
+    """Start the engine on a model in this process, with a pool that has room for ``tokens``, and close it at the
     end."""
     engine = NativeEngine(loaded, store, pages=-(-tokens // PAGE), page_size=PAGE, **options)
     try:

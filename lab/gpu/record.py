@@ -23,7 +23,7 @@ COLUMNS = ("section", "measured", "shape", "with", "value", "unit", "predicted",
 
 
 def append(path: Path, line: Line) -> None:
-    """Adds a line in one write, so that processes may share the file and a killed one leaves no half of a line."""
+    """Add a line in one write, so that processes may share the file and a killed one leaves no half of a line."""
     data = (json.dumps(line, default=str) + "\n").encode()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
@@ -33,7 +33,7 @@ def append(path: Path, line: Line) -> None:
 
 
 def read(path: Path) -> list[Line]:
-    """Returns all lines, except a last one that is incomplete because the machine stopped."""
+    """Return all lines, except a last one that is incomplete because the machine stopped."""
     return lines_of(path.read_bytes()) if path.exists() else []
 
 
@@ -46,7 +46,7 @@ def lines_of(data: bytes) -> list[Line]:
 
 
 def latest(lines: Iterable[Line]) -> list[Line]:
-    """Returns the rows of each section's last attempt, so that rows of earlier attempts are not counted twice."""
+    """Return the rows of each section's last attempt, so that rows of earlier attempts are not counted twice."""
     kept: dict[str, list[Line]] = {}
     for line in lines:
         if line.get("event") == "begin":
@@ -57,12 +57,12 @@ def latest(lines: Iterable[Line]) -> list[Line]:
 
 
 def ends(lines: Iterable[Line]) -> dict[str, Line]:
-    """Returns the outcome of each section's last run."""
+    """Return the outcome of each section's last run."""
     return {line["section"]: line for line in lines if line.get("event") == "end"}
 
 
 def software(lines: Iterable[Line]) -> dict[tuple[Any, Any], list[str]]:
-    """Returns the sections by the commit and the version of torch with which they last began."""
+    """Return the sections by the commit and the version of torch with which they last began."""
     now: tuple[Any, Any] = (None, None)
     last: dict[str, tuple[Any, Any]] = {}
     for line in lines:
@@ -77,7 +77,7 @@ def software(lines: Iterable[Line]) -> dict[tuple[Any, Any], list[str]]:
 
 
 def shown(row: Line) -> str:
-    """Returns a row as one readable line."""
+    """Return a row as one readable line."""
     value = row["why"] if row["value"] is None and "why" in row else f"{_number(row['value'])} {row['unit']}"
     text = f"{row['measured']} | {row['shape']} | {row['with']}: {value}".rstrip()
     if row.get("ratio") is not None:
@@ -90,7 +90,7 @@ def shown(row: Line) -> str:
 
 
 def summary(lines: list[Line]) -> str:
-    """Returns tables of sections, wrong checks and headline numbers."""
+    """Return tables of sections, wrong checks and headline numbers."""
     ended, rows = ends(lines), latest(lines)
     table = [("section", "ended", "seconds", "rows", "")]
     for name, end in ended.items():
@@ -116,7 +116,7 @@ def summary(lines: list[Line]) -> str:
 
 
 def markdown(lines: list[Line]) -> str:
-    """Returns all rows as a table for a page."""
+    """Return all rows as a table for a page."""
     head = "| " + " | ".join(COLUMNS) + " |\n|" + " --- |" * len(COLUMNS)
     body = ["| " + " | ".join(_cell(row.get(column)) for column in COLUMNS) + " |" for row in latest(lines)]
     return "\n".join([head, *body])

@@ -42,7 +42,7 @@ class Ceilings:
     to_host: float = math.inf
 
     def parts(self, cost: Cost) -> dict[str, float]:
-        """Returns the minimum seconds for each resource."""
+        """Return the minimum seconds for each resource."""
         return {
             "operations": cost.flops / self.matmul,
             "memory": cost.bytes / self.copy,
@@ -50,12 +50,12 @@ class Ceilings:
         }
 
     def seconds(self, cost: Cost) -> float:
-        """Returns the seconds below which the work cannot be done."""
+        """Return the seconds below which the work cannot be done."""
         return max(self.parts(cost).values())
 
 
 def against(top: Ceilings | None, cost: Cost, taken: float, value: float, unit: str) -> Row:
-    """Returns the columns that set a measurement beside its roofline.
+    """Return the columns that set a measurement beside its roofline.
 
     Args:
         top: None when the ceilings were not measured; then there is no prediction.
@@ -89,17 +89,17 @@ class Costs:
         """Bytes of a token's keys and values in all layers."""
 
     def prefill(self, usage: GenerationUsage) -> Cost:
-        """Returns the cost of a request's prefill in as few steps as possible."""
+        """Return the cost of a request's prefill in as few steps as possible."""
         flops = self._flops.of(usage)
         return Cost(flops, self.weights + self.token * (usage.prompt_tokens + usage.computed))
 
     def compiled(self, tokens: int) -> Cost:
-        """Returns the cost of compiling a chunk alone."""
+        """Return the cost of compiling a chunk alone."""
         f, pairs = self._flops, tokens * (tokens + 1) / 2
         return Cost(f.layers * (f.layer * tokens + f.pair * pairs), self.weights + self.token * tokens)
 
     def step(self, batch: int, context: int, unique: int) -> Cost:
-        """Returns the cost of a decoding step.
+        """Return the cost of a decoding step.
 
         Args:
             context: tokens that each row sees.
@@ -111,7 +111,7 @@ class Costs:
 
 
 def ceilings(placement: BenchDevice, megabytes: int, side: int, repeats: int, bus: bool = False) -> Ceilings:
-    """Measures the device.
+    """Measure the device.
 
     Args:
         megabytes: size of the copy.

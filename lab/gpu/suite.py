@@ -30,7 +30,7 @@ class _TestRows:
 
 
 def tests(run: SectionRun) -> None:
-    """Runs ``tests/kernels`` on this device, in this process, from the checkout.
+    """Run ``tests/kernels`` on this device, in this process, from the checkout.
 
     Raises:
         RuntimeError: pytest could not collect them.

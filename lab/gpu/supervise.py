@@ -50,7 +50,7 @@ class Section:
 
 
 def installed(package: str) -> bool:
-    """Returns whether a package could be imported, without importing it."""
+    """Return whether a package could be imported, without importing it."""
     try:
         return importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):
@@ -75,13 +75,13 @@ class SectionRun:
     began: float = field(default_factory=time.monotonic)
 
     def emit(self, row: dict[str, Any]) -> None:
-        """Writes a row at once; missing columns are empty."""
+        """Write a row at once; missing columns are empty."""
         blank = dict.fromkeys(record.COLUMNS)
         always = {"section": self.section, "seconds": round(time.monotonic() - self.began, 2)}
         record.append(self.out, {**blank, **row, **always})
 
     def row(self, measured: str, shape: str, how: str, value: Any, unit: str = "", **more: Any) -> None:
-        """Writes a row at once, given its columns by name."""
+        """Write a row at once, given its columns by name."""
         self.emit({"measured": measured, "shape": shape, "with": how, "value": value, "unit": unit, **more})
 
     @property
@@ -94,7 +94,7 @@ class _Process(Protocol):
     pid: int
 
     def poll(self) -> int | None:
-        """Returns the exit code, negative for a signal, or None while it runs."""
+        """Return the exit code, negative for a signal, or None while it runs."""
 
 
 class _Forked:
@@ -150,7 +150,7 @@ class Supervisor:
         self._shown = out.stat().st_size if out.exists() else 0
 
     def run(self, sections: Sequence[Section]) -> None:
-        """Runs all sections in order. A failure in one does not prevent the next."""
+        """Run all sections in order. A failure in one does not prevent the next."""
         for section in sections:
             missing = section.missing()
             left = self._ends - time.monotonic()
@@ -206,7 +206,7 @@ class Supervisor:
         self._say(f"-- {section.name}: {status}, {seconds:.0f} s" + (f": {last[-1]}" if last else ""))
 
     def _show(self) -> None:
-        """Shows the rows that have come since the last call."""
+        """Show the rows that have come since the last call."""
         with self._out.open("rb") as file:
             file.seek(self._shown)
             new = file.read()
@@ -217,7 +217,7 @@ class Supervisor:
                 self._say(f"   {record.shown(line)}")
 
     def _printed(self, since: int) -> str:
-        """Returns the last output of the section's process."""
+        """Return the last output of the section's process."""
         with self._log.open("rb") as file:
             file.seek(since)
             text = file.read().decode(errors="replace").strip()
@@ -230,7 +230,7 @@ class Supervisor:
 
 
 def _kill(process: _Process) -> None:
-    """Ends the process group of the section, which has only its own processes, because it leads its own session."""
+    """End the process group of the section, which has only its own processes, because it leads its own session."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     if process.poll() is None:  # it may not lead its session yet
@@ -239,7 +239,7 @@ def _kill(process: _Process) -> None:
 
 
 def child(target: str, run: SectionRun, log: Path) -> int:
-    """Runs a section in its own process, with all output in the log; returns the exit code.
+    """Run a section in its own process, with all output in the log; return the exit code.
 
     Shortly before the limit every thread's stack is written, so that a hang shows where it is.
     """

@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
 
 def check(family: str, kind: str) -> Row:
-    """Checks one family. Every failure is reported in the row."""
+    """Check one family. Every failure is reported in the row."""
     torch.set_num_threads(1)
     try:
         model = build(family, kind)
@@ -75,7 +75,7 @@ def _place(error: BaseException) -> str:
 
 
 def compare(loaded: LoadedModel, stock: torch.nn.Module, family: str, kind: str) -> float:
-    """Returns the largest difference between the engine's log-probabilities and the oracle's over ``POLICIES``; with
+    """Return the largest difference between the engine's log-probabilities and the oracle's over ``POLICIES``; with
     images, also between ``full`` and the untouched model, called with pixel values.
 
     Raises:
@@ -113,7 +113,7 @@ def compare(loaded: LoadedModel, stock: torch.nn.Module, family: str, kind: str)
 def linked(
     engine: Engine, oracle: StockOracle, prompt: Prompt, inputs: Sequence[ChunkInputs], name: str
 ) -> tuple[float, torch.Tensor]:
-    """Returns the largest difference between an engine's log-probabilities and the oracle's under a policy, over the
+    """Return the largest difference between an engine's log-probabilities and the oracle's under a policy, over the
     tokens on which they agree and the next, and the engine's, ``[TOKENS, vocabulary]``."""
     policy = parse_policy(name)
     selection = policy.select(_slots(prompt, inputs))
@@ -130,25 +130,25 @@ def linked(
 def over_policies(
     engine: Engine, oracle: StockOracle, prompt: Prompt, inputs: Sequence[ChunkInputs]
 ) -> tuple[float, float]:
-    """Returns the largest difference between an engine's log-probabilities and the oracle's under ``full``, which
+    """Return the largest difference between an engine's log-probabilities and the oracle's under ``full``, which
     links nothing, and that over ``POLICIES``."""
     differences = {policy: linked(engine, oracle, prompt, inputs, policy)[0] for policy in POLICIES}
     return differences["full"], max(differences.values())
 
 
 def text_prompt(config: Any) -> tuple[Prompt, list[Chunk]]:
-    """Returns a prompt with two texts as chunks, and the chunks."""
+    """Return a prompt with two texts as chunks, and the chunks."""
     chunks = [_chunk(config, 1, 17), _chunk(config, 2, 21)]
     return around(config, chunks), chunks
 
 
 def around(config: Any, chunks: Sequence[Chunk]) -> Prompt:
-    """Returns a prompt of text around two chunks."""
+    """Return a prompt of text around two chunks."""
     return prompt_of(_text(config, 3, 6), chunks[0], _text(config, 4, 3), chunks[1], _text(config, 5, 4))
 
 
 def types_of(loaded: LoadedModel) -> TokenTypes | None:
-    """Returns the types of tokens according to the processor of a family."""
+    """Return the types of tokens according to the processor of a family."""
     name = types_name(loaded.model)
     if name is None:
         return None
@@ -156,7 +156,7 @@ def types_of(loaded: LoadedModel) -> TokenTypes | None:
 
 
 def _stock_answer(stock: torch.nn.Module, *given: Any) -> torch.Tensor:
-    """Returns the untouched model's answer. Raises ModelRefused if that model itself does not accept the tiny
+    """Return the untouched model's answer. Raise ModelRefused if that model itself does not accept the tiny
     processor's images."""
     try:
         return torch.log_softmax(stock_answer(stock, *given).float(), -1)
@@ -170,7 +170,7 @@ def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _ids_of(prompt: Prompt, inputs: Sequence[ChunkInputs]) -> tuple[list[int], list[int]]:
-    """Returns the prompt's token ids, and for each whether it belongs to an image."""
+    """Return the prompt's token ids, and for each whether it belongs to an image."""
     ids: list[int] = []
     kinds: list[int] = []
     following = iter(inputs)

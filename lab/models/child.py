@@ -13,7 +13,7 @@ from mpic_lab.models.check import check
 
 
 def run(send: Connection, family: str, kind: str, engine: str = "native", scratch: str | None = None) -> None:
-    """Checks one family and sends its row. Whatever transformers or vLLM print is dropped.
+    """Check one family and send its row. Whatever transformers or vLLM print is dropped.
 
     Args:
         scratch: folder for temporary files; the system's own if left out.

@@ -34,7 +34,7 @@ def check(
 ) -> None:
     """Check model families: can they be linked, and are answers right?
 
-    Builds a tiny random instance of each, runs the self-test that a real model goes through when it is loaded, and
+    Build a tiny random instance of each, run the self-test that a real model goes through when it is loaded, and
     three policies against the slow oracle. Without names a few families; ends with status 1 if one *failed*. With
     `--engine vllm` a tiny checkpoint of each is served inside vLLM.
     """
@@ -71,7 +71,7 @@ def check(
 
 
 def _vllm_version(engine: str, table: Path | None) -> str | None:
-    """Returns the version of vLLM, if families are checked inside it. Raises typer.BadParameter if it is not installed,
+    """Return the version of vLLM, if families are checked inside it. Raise typer.BadParameter if it is not installed,
     there is no such engine, or the table is asked for, whose rows are the native engine's."""
     from mpic_lab.models.vllm_results import installed_version
 

@@ -37,7 +37,7 @@ _OF_OTHERS = ("Qwen2VLImageProcessor", "Glm46VImageProcessor", "Glm4vImageProces
 
 
 def processor_of(family: str, loaded: Any) -> tuple[Any, list[Image.Image]]:
-    """Returns a processor with which a loaded model takes images, and two images of different sizes.
+    """Return a processor with which a loaded model takes images, and two images of different sizes.
 
     Raises:
         ModelRefused: there is no such processor; the message has the error of the last attempt.
@@ -78,7 +78,7 @@ def stock_answer(
     images: list[Image.Image],
     types: dict[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Returns the last logits of the untouched model, called as its users call it: token ids, pixel values, and the
+    """Return the last logits of the untouched model, called as its users call it: token ids, pixel values, and the
     types of tokens."""
     model.set_attn_implementation("eager")
     extra = dict(processor.image_processor(images=images, return_tensors="pt"))

@@ -80,7 +80,7 @@ _LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers", "layers_block_type
 
 
 def families(kind: str) -> list[str]:
-    """Returns the ``model_type`` of every family that the installed transformers has of a kind of ``MAPPINGS``."""
+    """Return the ``model_type`` of every family that the installed transformers has of a kind of ``MAPPINGS``."""
     return sorted(MAPPINGS[kind])
 
 
@@ -90,7 +90,7 @@ def class_names(family: str, kind: str) -> list[str]:
 
 
 def build(family: str, kind: str, seed: int = 0, sizes: Mapping[str, Any] | None = None) -> nn.Module:
-    """Returns a tiny instance in fp32 with random weights.
+    """Return a tiny instance in fp32 with random weights.
 
     Args:
         sizes: in place of those of text models here.
@@ -153,7 +153,7 @@ _TRIES: tuple[dict[str, Any], ...] = (
 
 
 def _divide_axes(text_config: Any, outline: nn.Module) -> None:
-    """Divides the rotary dimensions among the three axes of positions, if a model has them, since the defaults fit its
+    """Divide the rotary dimensions among the three axes of positions, if a model has them, since the defaults fit its
     real size."""
     rope = getattr(text_config, "rope_parameters", None)
     if not hasattr(inner_of(outline), "get_rope_index") or not isinstance(rope, dict):
@@ -164,7 +164,7 @@ def _divide_axes(text_config: Any, outline: nn.Module) -> None:
 
 
 def small_config(family: str, sizes: dict[str, Any], extra: dict[str, Any]) -> PretrainedConfig:
-    """Returns a family's default configuration with small sizes; see ``small``."""
+    """Return a family's default configuration with small sizes; see ``small``."""
     import transformers
 
     name = configuration_auto.CONFIG_MAPPING_NAMES[family]
@@ -174,7 +174,7 @@ def small_config(family: str, sizes: dict[str, Any], extra: dict[str, Any]) -> P
 def small(
     cls: type[PretrainedConfig], sizes: dict[str, Any], extra: dict[str, Any], text_sizes: dict[str, Any]
 ) -> PretrainedConfig:
-    """Returns a configuration of a class with other sizes, those in ``extra`` even where it uses no such size. Text
+    """Return a configuration of a class with other sizes, those in ``extra`` even where it uses no such size. Text
     models in it have ``text_sizes``, other parts ``_VISION``."""
     default = cls()
     known = {**inspect.signature(cls.__init__).parameters, **default.to_dict()}
@@ -210,7 +210,7 @@ def _is_token(name: str) -> bool:
 
 
 def _has_size(default: PretrainedConfig, name: str) -> bool:
-    """Returns whether a configuration uses a size: one that is None by default is derived or switched off."""
+    """Return whether a configuration uses a size: one that is None by default is derived or switched off."""
     if name.endswith("token_id") or name in ("num_experts_per_tok", "n_routed_experts", "full_attn_idxs"):
         return True
     try:
@@ -220,7 +220,7 @@ def _has_size(default: PretrainedConfig, name: str) -> bool:
 
 
 def randomise(model: nn.Module, seed: int) -> None:
-    """Sets weights that make attention far from uniform, and a different value for every bias and sink."""
+    """Set weights that make attention far from uniform, and a different value for every bias and sink."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -234,11 +234,11 @@ def randomise(model: nn.Module, seed: int) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """Returns an error in one short line."""
+    """Return an error in one short line."""
     return shortened(f"{type(error).__name__}: {error}")
 
 
 def shortened(text: str) -> str:
-    """Returns a text in one line of at most 200 characters."""
+    """Return a text in one line of at most 200 characters."""
     text = " ".join(text.split())
     return text if len(text) <= 200 else text[:197] + "..."

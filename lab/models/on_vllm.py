@@ -53,7 +53,7 @@ _OPTIONS = {"pool_bytes": 1 << 26, "max_running": 8, "vllm_args": '{"block_size"
 
 
 def check_on_vllm(family: str, kind: str, log: Path) -> Row:
-    """Checks one family. Everything that goes wrong is in the row.
+    """Check one family. Everything that goes wrong is in the row.
 
     Args:
         log: where the standard error of this process goes, and so that of vLLM's.
@@ -74,7 +74,7 @@ def check_on_vllm(family: str, kind: str, log: Path) -> Row:
 
 
 def _checked(family: str, kind: str) -> tuple[str, str]:
-    """Returns result and reason. Raises ModelRefused for a family that is refused, ConfigError if vLLM does not
+    """Return result and reason. Raise ModelRefused for a family that is refused, ConfigError if vLLM does not
     start."""
     from vllm.model_executor.models import ModelRegistry
 
@@ -108,7 +108,7 @@ def _checked(family: str, kind: str) -> tuple[str, str]:
 
 
 def _compared(engine: Engine, model: nn.Module, images: Images | None) -> tuple[str, str]:
-    """Returns result and reason of a served model: links of texts, and of images if it has any."""
+    """Return result and reason of a served model: links of texts, and of images if it has any."""
     plain, worst = compare(engine, model)
     shown = ""
     if images is not None and worst <= LIMIT:
@@ -125,7 +125,7 @@ def _compared(engine: Engine, model: nn.Module, images: Images | None) -> tuple[
 
 
 def save_model(model: nn.Module, folder: Path) -> None:
-    """Writes a model's configuration and weights under names that transformers and vLLM both know."""
+    """Write a model's configuration and weights under names that transformers and vLLM both know."""
     model.config.architectures = [type(model).__name__]
     model.config.dtype = torch.float32
     if "Llava" in type(model).__name__:
@@ -139,7 +139,7 @@ def save_model(model: nn.Module, folder: Path) -> None:
 
 
 def save(model: nn.Module, folder: Path, images: Images | None = None) -> None:
-    """Writes a model as a folder that transformers and vLLM both load, with the processor for its images, else a
+    """Write a model as a folder that transformers and vLLM both load, with the processor for its images, else a
     tokenizer of one word a token."""
     save_model(model, folder)
     if model.config.model_type in TRANSPOSED:
@@ -159,7 +159,7 @@ def save(model: nn.Module, folder: Path, images: Images | None = None) -> None:
 
 
 def compare(engine: Engine, model: nn.Module) -> tuple[float, float]:
-    """Compares a served model with the oracle as ``over_policies`` does, for a prompt with two texts as chunks."""
+    """Compare a served model with the oracle as ``over_policies`` does, for a prompt with two texts as chunks."""
     prompt, chunks = text_prompt(model.config)
     inputs = [
         ChunkInputs(
@@ -172,7 +172,7 @@ def compare(engine: Engine, model: nn.Module) -> tuple[float, float]:
 
 
 def _last(log: Path, pattern: str) -> str:
-    """Returns what a pattern's group is in the last line of a log that it is found in; empty where it is in none."""
+    """Return what a pattern's group is in the last line of a log that it is found in; empty where it is in none."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
     found = (re.search(pattern, line) for line in reversed(lines) if _OUTER not in line)
     return next((match[1] for match in found if match), "")

@@ -101,7 +101,7 @@ class ProcessorError(Exception):
 
 
 def complete(family: str, config: Any) -> None:
-    """Sets in a tiny instance's configuration what vLLM needs there."""
+    """Set in a tiny instance's configuration what vLLM needs there."""
     text = config.get_text_config()
     for name, value in _TEXT_SETTINGS.get(family, {}).items():
         old = getattr(text, name, None)
@@ -109,7 +109,7 @@ def complete(family: str, config: Any) -> None:
 
 
 def images_of(family: str, model: nn.Module, vocabulary: int) -> Images:
-    """Returns a processor, a tokenizer in it, and images for a tiny instance.
+    """Return a processor, a tokenizer in it, and images for a tiny instance.
 
     Args:
         vocabulary: tokens of the tokenizer.
@@ -144,7 +144,7 @@ def images_of(family: str, model: nn.Module, vocabulary: int) -> Images:
 
 
 def compare_images(engine: Engine, model: nn.Module, given: Images) -> tuple[float, float]:
-    """Compares a served model with the oracle as ``over_policies`` does, for a prompt with two images as chunks."""
+    """Compare a served model with the oracle as ``over_policies`` does, for a prompt with two images as chunks."""
     loaded = given.loaded
     prompt = around(loaded.config, [image_chunk(image, "local") for image in given.images])
     inputs = [loaded.image_inputs(image) for image in given.images]
@@ -155,7 +155,7 @@ def compare_images(engine: Engine, model: nn.Module, given: Images) -> tuple[flo
 def _arguments(
     family: str, config: Any, image_processor: Any, tokenizer: PreTrainedTokenizerFast, tokens: int
 ) -> dict[str, Any]:
-    """Returns what arguments of processors are, by name, for images of so many ``tokens``."""
+    """Return what arguments of processors are, by name, for images of so many ``tokens``."""
     vision = config.vision_config
     side, patch = getattr(vision, "image_size", None), getattr(vision, "patch_size", 8)
     patches = (side // patch) ** 2 if isinstance(side, int) else None
@@ -183,7 +183,7 @@ def _arguments(
 
 
 def _made(name: Any, patch: int | None = None) -> Any:
-    """Returns an instance of a class of transformers, which auto classes have one or several names of; None without a
+    """Return an instance of a class of transformers, which auto classes have one or several names of; None without a
     name."""
     import transformers
 
@@ -195,7 +195,7 @@ def _made(name: Any, patch: int | None = None) -> Any:
 
 
 def _tokenizer(config: Any, size: int) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer of one word a token, with the words for images at the ids that a configuration has for them,
+    """Return a tokenizer of one word a token, with the words for images at the ids that a configuration has for them,
     and a template that shows an image as its token."""
     words = [f"<{i}>" for i in range(size)]
     special: dict[str, str] = {}

@@ -25,7 +25,7 @@ def sweep(
     tell: Callable[[Row], None] = lambda row: None,
     engine: str = "native",
 ) -> list[Row]:
-    """Checks families ``(family, kind)`` and returns their rows in the same order.
+    """Check families ``(family, kind)`` and return their rows in the same order.
 
     Args:
         workers: processes at a time.
@@ -85,7 +85,7 @@ def _rows(wanted: Sequence[tuple[str, str]], workers: int, seconds: float, engin
 
 
 def _end(process: multiprocessing.process.BaseProcess, seconds: float = 60.0) -> None:
-    """Waits for a process, and kills it after so long."""
+    """Wait for a process, and kill it after so long."""
     process.join(seconds)
     if process.is_alive():
         process.kill()

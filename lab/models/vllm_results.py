@@ -42,7 +42,7 @@ VLLMResults = Mapping[tuple[str, str], VLLMResult]
 
 
 def installed_version() -> str | None:
-    """Returns the version of the vLLM that is installed."""
+    """Return the version of the vLLM that is installed."""
     for name in _PACKAGES:
         try:
             return version(name)
@@ -52,7 +52,7 @@ def installed_version() -> str | None:
 
 
 def read(path: Path = PATH) -> dict[tuple[str, str], VLLMResult]:
-    """Returns what was found so far; nothing where nothing was."""
+    """Return what was found so far; nothing where nothing was."""
     if not path.exists():
         return {}
     entries = json.loads(path.read_text(encoding="utf-8"))
@@ -60,7 +60,7 @@ def read(path: Path = PATH) -> dict[tuple[str, str], VLLMResult]:
 
 
 def record(rows: Iterable[Row], vllm: str, path: Path = PATH) -> None:
-    """Adds rows to the file, with vLLM's version and today's date; other families keep what was found of them. What
+    """Add rows to the file, with vLLM's version and today's date; other families keep what was found of them. What
     could not be built says nothing, so it replaces nothing but itself."""
     found, today = read(path), time.strftime("%Y-%m-%d")
     for row in rows:

@@ -21,7 +21,7 @@ GONE = (
 
 @app.callback()
 def commands() -> None:
-    """Keeps `packet` the name of a command while it is the only one."""
+    """Keep `packet` the name of a command while it is the only one."""
 
 
 Seed = Annotated[int, typer.Option(help="seed of weights and data")]

@@ -74,13 +74,13 @@ class Settings:
     tasks: tuple[str, ...] = TASKS
 
     def recorded(self) -> dict[str, Any]:
-        """Returns the options that a resumed run must share with the original one."""
+        """Return the options that a resumed run must share with the original one."""
         fields = asdict(self) | {"data": str(self.data), "tasks": list(self.tasks)}
         return {k: v for k, v in fields.items() if k not in ("out", "minutes")}
 
 
 def initial(model: nn.Module, tokens: int, seed: int) -> Adapter:
-    """Returns an untrained adapter: drawn from a normal with the mean and deviation of the embedding table."""
+    """Return an untrained adapter: drawn from a normal with the mean and deviation of the embedding table."""
     table = model.get_input_embeddings().weight.detach().float().cpu()
     generator = torch.Generator().manual_seed(seed)
     soft = torch.randn(2 * tokens, table.shape[1], generator=generator) * table.std() + table.mean()
@@ -88,7 +88,7 @@ def initial(model: nn.Module, tokens: int, seed: int) -> Adapter:
 
 
 def loss_of(lesson: Lesson, student: torch.Tensor, objective: str) -> torch.Tensor:
-    """Returns the mean over the answer's tokens of KL(teacher || student), or of the cross entropy.
+    """Return the mean over the answer's tokens of KL(teacher || student), or of the cross entropy.
 
     Args:
         student: log-probabilities ``[g, vocabulary]``.
@@ -211,7 +211,7 @@ class PacketTrainer:
         return self._finish()
 
     def _progress(self, steps: int) -> float:
-        """Returns the share of the run that is done, by steps or, where that is more, by minutes."""
+        """Return the share of the run that is done, by steps or, where that is more, by minutes."""
         minutes = self.settings.minutes
         return max(self.step / steps, self.seconds / 60 / minutes if minutes else 0.0)
 
@@ -234,7 +234,7 @@ class PacketTrainer:
         return lessons
 
     def _learn(self, room: Classroom, lessons: Sequence[Lesson]) -> float:
-        """Takes one step, and returns its loss."""
+        """Take one step, and return its loss."""
         self.optimizer.zero_grad()
         total = 0.0
         for lesson in lessons:
@@ -251,7 +251,7 @@ class PacketTrainer:
     def _validate(
         self, room: Classroom, lessons: Sequence[Lesson], epoch: int, loss: float | None, began: float
     ) -> None:
-        """Measures the held-out prompts, keeps the adapter if it is the best, and saves the run."""
+        """Measure the held-out prompts, keep the adapter if it is the best, and save the run."""
         total = exact = 0.0
         for lesson in lessons:
             student = room.student(lesson, self.header, self.trailer)

@@ -45,7 +45,7 @@ class TrainingDataError(BadRequest):
 
 
 def chosen_tasks(text: str, data: Path | None) -> tuple[str, ...]:
-    """Returns the tasks that a comma-separated text names; all if it is empty.
+    """Return the tasks that a comma-separated text names; all if it is empty.
 
     Raises:
         TrainingDataError: there is no such task, or prompts come from a file.
@@ -63,7 +63,7 @@ def chosen_tasks(text: str, data: Path | None) -> tuple[str, ...]:
 
 
 def generated(seed: int, context: int, tasks: tuple[str, ...] = TASKS) -> Iterator[list[dict[str, Any]]]:
-    """Yields an endless stream of conversations from the demo models' world, with names, sprites and wordings of its
+    """Yield an endless stream of conversations from the demo models' world, with names, sprites and wordings of its
     training split. ``context`` tokens decide which generation of images and documents suits the model."""
     world = WORLDS[generation_for(context)]
     generator, rng = Generator(seed, "train", world=world), random.Random(f"packet-{seed}")
@@ -72,7 +72,7 @@ def generated(seed: int, context: int, tasks: tuple[str, ...] = TASKS) -> Iterat
 
 
 def read(path: Path) -> Iterator[list[dict[str, Any]]]:
-    """Yields the conversations of a JSONL file. A line is ``{"messages": [...]}`` as for ``/v1/chat/completions``, or
+    """Yield the conversations of a JSONL file. A line is ``{"messages": [...]}`` as for ``/v1/chat/completions``, or
     ``{"documents": [text, ...], "question": text}``.
 
     Raises:
@@ -110,7 +110,7 @@ def prompts(
     context: int,
     tasks: tuple[str, ...] = TASKS,
 ) -> list[Prompt]:
-    """Returns ``count`` prompts that link at least one chunk: those of a file, shuffled, or generated ones of these
+    """Return ``count`` prompts that link at least one chunk: those of a file, shuffled, or generated ones of these
     tasks, from the world that suits a context of this length.
 
     Raises:

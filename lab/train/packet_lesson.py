@@ -59,7 +59,7 @@ class LessonRows:
     rotary_length: int
 
     def mask(self) -> torch.Tensor:
-        """Returns the attention mask ``[T, T]``, true where a row sees another."""
+        """Return the attention mask ``[T, T]``, true where a row sees another."""
         seen = torch.ones(len(self.chunk), len(self.chunk), dtype=torch.bool).tril()
         own = self.chunk == OWN
         return seen & (own[:, None] | (self.chunk[:, None] == self.chunk[None]))
@@ -71,7 +71,7 @@ def rows_of(
     trailer: torch.Tensor,
     more: torch.Tensor,
 ) -> LessonRows:
-    """Lays out a prompt whose chunks are packets.
+    """Lay out a prompt whose chunks are packets.
 
     Args:
         header, trailer: ``[any, hidden]``; empty ones lay out the prompt as it is.
@@ -119,7 +119,7 @@ class Classroom:
         self.none = torch.zeros(0, hidden)
 
     def parts(self, prompt: Prompt) -> tuple[tuple[ChunkInputs, bool], ...]:
-        """Returns the inputs of a prompt's segments, with embeddings, in host memory."""
+        """Return the inputs of a prompt's segments, with embeddings, in host memory."""
         parts = []
         for segment in prompt.segments:
             chunk = None if isinstance(segment, TextSegment) else segment.chunk
@@ -134,7 +134,7 @@ class Classroom:
 
     @torch.no_grad()
     def lesson(self, prompt: Prompt, tokens: int) -> Lesson:
-        """Answers a prompt greedily under full attention, in at most ``tokens`` tokens."""
+        """Answer a prompt greedily under full attention, in at most ``tokens`` tokens."""
         parts = self.parts(prompt)
         rows = rows_of(parts, self.none, self.none, self.none)
         cache = DynamicCache()
@@ -154,7 +154,7 @@ class Classroom:
         return Lesson(parts, torch.tensor(answer), torch.stack(teacher))
 
     def student(self, lesson: Lesson, header: torch.Tensor, trailer: torch.Tensor) -> torch.Tensor:
-        """Returns the log-probabilities ``[g, vocabulary]`` of the lesson's answer when its chunks are packets.
+        """Return the log-probabilities ``[g, vocabulary]`` of the lesson's answer when its chunks are packets.
         Gradients flow to header and trailer."""
         said = self.model.embed(lesson.answer[:-1]).cpu()
         rows = rows_of(lesson.parts, header, trailer, said)
@@ -183,7 +183,7 @@ class Classroom:
         mask: torch.Tensor | None = None,
         cache: DynamicCache | None = None,
     ) -> torch.Tensor:
-        """Returns the logits ``[keep, vocabulary]`` of the last rows."""
+        """Return the logits ``[keep, vocabulary]`` of the last rows."""
         device = self.model.device
         placed = positions.to(device)
         return stock_logits(
@@ -198,7 +198,7 @@ class Classroom:
 
 
 def _outside_inference(inputs: ChunkInputs) -> ChunkInputs:
-    """Returns the same inputs in tensors that autograd can use."""
+    """Return the same inputs in tensors that autograd can use."""
     deep = inputs.deepstack
     return ChunkInputs(
         inputs.token_ids,

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def one_of(*values: str) -> WithJsonSchema:
-    """Annotates a string that is one of ``values`` today.
+    """Annotate a string that is one of ``values`` today.
 
     The published schema lists them. The SDK accepts others too, because a newer server may know more.
     """
@@ -49,7 +49,7 @@ class ReadAsDict(ApiObject):
         return self.model_dump()[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Returns a field, or ``default`` if there is none or it is None."""
+        """Return a field, or ``default`` if there is none or it is None."""
         value = self.model_dump().get(name)
         return default if value is None else value
 
@@ -61,7 +61,7 @@ class ClosedObject(ApiObject):
 
 
 def moment(seconds: int | None) -> datetime | None:
-    """Returns a Unix time as a datetime in UTC."""
+    """Return a Unix time as a datetime in UTC."""
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC)
 
 
@@ -103,7 +103,7 @@ class ItemPage(ItemList[T], Generic[T]):
 
     @classmethod
     def of(cls, items: Iterable[Any], has_more: bool) -> Self:
-        """Returns the page with these items; each has an ``id``."""
+        """Return the page with these items; each has an ``id``."""
         data = tuple(items)
         ends = (data[0].id, data[-1].id) if data else (None, None)
         return cls(data=data, first_id=ends[0], last_id=ends[1], has_more=has_more)

@@ -248,7 +248,7 @@ class ChatCompletion(ClosedObject):
         return self.choices[0].message.content or ""
 
     def _repr_html_(self) -> str:
-        """Shows it in a notebook: the answer, where the tokens of its prompt came from, and one line of figures."""
+        """Show it in a notebook: the answer, where the tokens of its prompt came from, and one line of figures."""
         ours = self.usage.mpic
         counts = ours.tokens
         if ours.trace is not None:

@@ -20,7 +20,7 @@ COLOURS = {
 
 
 def strip(parts: Iterable[tuple[str, int, str]]) -> str:
-    """Returns a bar whose parts are as wide as they have tokens.
+    """Return a bar whose parts are as wide as they have tokens.
 
     Args:
         parts: (source of the tokens, their number, their description) in order.
@@ -36,12 +36,12 @@ def strip(parts: Iterable[tuple[str, int, str]]) -> str:
 
 
 def paragraph(text: str) -> str:
-    """Returns a text with its line breaks."""
+    """Return a text with its line breaks."""
     return f'<div style="white-space:pre-wrap">{escape(text)}</div>'
 
 
 def fields(rows: Iterable[tuple[str, object]]) -> str:
-    """Returns a small table of names and values; those without a value are left out."""
+    """Return a small table of names and values; those without a value are left out."""
     cells = "".join(
         f'<tr><td style="text-align:right;opacity:.7">{escape(name)}</td>'
         f'<td style="text-align:left">{escape(str(value))}</td></tr>'
@@ -52,7 +52,7 @@ def fields(rows: Iterable[tuple[str, object]]) -> str:
 
 
 def link(url: str, text: str) -> str:
-    """Returns a link, if the address is one of the web."""
+    """Return a link, if the address is one of the web."""
     if not url.startswith(("http://", "https://")):
         return escape(text)
     return f'<a href="{escape(url, quote=True)}" target="_blank" rel="noopener">{escape(text)}</a>'

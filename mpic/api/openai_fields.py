@@ -53,7 +53,7 @@ class OpenAIField:
 
     @property
     def annotation(self) -> Any:
-        """Returns the type of the field in a model of pydantic."""
+        """Return the type of the field in a model of pydantic."""
         return self.kind | None if self.kind is not None else None
 
 
@@ -163,12 +163,12 @@ BY_NAME = {field.name: field for field in OPENAI_FIELDS}
 
 
 def annotation(name: str) -> Any:
-    """Returns the type of a field that stands within another one."""
+    """Return the type of a field that stands within another one."""
     return BY_NAME[name].annotation
 
 
 def of_the_request() -> dict[str, Any]:
-    """Returns the fields of the request itself, as ``pydantic.create_model`` takes them."""
+    """Return the fields of the request itself, as ``pydantic.create_model`` takes them."""
     fields = {}
     for field in OPENAI_FIELDS:
         if field.inside is None:

@@ -45,7 +45,7 @@ class Strict(BaseModel):
 
 
 def only(why: str) -> WrapValidator:
-    """Annotates a field whose type has the values that change nothing: all others are refused as not supported, for
+    """Annotate a field whose type has the values that change nothing: all others are refused as not supported, for
     this reason."""
 
     def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:

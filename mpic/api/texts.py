@@ -56,7 +56,7 @@ class CompletionRequest(Strict):
 
     @property
     def prompts(self) -> list[Any]:
-        """Returns all prompts, each a text or token ids."""
+        """Return all prompts, each a text or token ids."""
         one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if one else [*self.prompt]
 
@@ -135,7 +135,7 @@ class EmbeddingRequest(Strict):
 
     @property
     def texts(self) -> list[str]:
-        """Returns all texts."""
+        """Return all texts."""
         return [self.input] if isinstance(self.input, str) else self.input
 
 

@@ -100,7 +100,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Runs the command line. Errors of ours, and those of files and disks, become one line on stderr and a non-zero
+    """Run the command line. Errors of ours, and those of files and disks, become one line on stderr and a non-zero
     exit status. Characters that a console cannot show are replaced."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -120,7 +120,7 @@ def delete(
 
 
 def _text(path: Path, piped: bool) -> str:
-    """Returns the text of a file or of standard input, whatever the locale's encoding is."""
+    """Return the text of a file or of standard input, whatever the locale's encoding is."""
     try:
         data = sys.stdin.buffer.read() if piped else path.read_bytes()
         return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8").read()

@@ -43,7 +43,7 @@ OldTTL = Annotated[int | None, typer.Option("--expires", min=1, hidden=True, hel
 
 
 def command_app(help: str | None = None, cls: type[TyperGroup] | None = None) -> typer.Typer:
-    """Returns the Typer app of a command's module.
+    """Return the Typer app of a command's module.
 
     One function becomes a command (``mpic serve``), several become a group (``mpic files list``).
     """
@@ -79,8 +79,8 @@ class LazyCommand(TyperCommand):
 
 
 def _refuse_empty_paths(command: Any, args: Sequence[str]) -> None:
-    """Refuses an empty path among the words behind a command: an unset variable of a shell gives one, and it would be
-    the working folder. Raises typer.BadParameter."""
+    """Refuse an empty path among the words behind a command: an unset variable of a shell gives one, and it would be
+    the working folder. Raise typer.BadParameter."""
     words = list(args)
     while words and words[0] in getattr(command, "commands", {}):
         command = command.commands[words.pop(0)]
@@ -108,7 +108,7 @@ def _parts(hint: Any) -> set[Any]:
 def client_command(
     app: typer.Typer, name: str | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Registers a command that talks to a server. It receives a ``client`` that is made from the options for address
+    """Register a command that talks to a server. It receives a ``client`` that is made from the options for address
     and key."""
 
     def register(command: Callable[..., None]) -> Callable[..., None]:
@@ -134,14 +134,14 @@ def client_command(
 
 
 def option(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
-    """Returns a parameter that Typer treats as an option."""
+    """Return a parameter that Typer treats as an option."""
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def take_parameters(
     run: Callable[..., None], command: Callable[..., None], parameters: Iterable[inspect.Parameter]
 ) -> None:
-    """Gives ``run`` the name and the help of ``command``, and the parameters for Typer."""
+    """Give ``run`` the name and the help of ``command``, and the parameters for Typer."""
     keyword = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
     run.__signature__ = inspect.Signature(keyword)  # ty: ignore[missing-attribute] (every function takes it)
     run.__annotations__ = {p.name: p.annotation for p in keyword}
@@ -149,7 +149,7 @@ def take_parameters(
 
 
 def print_json(value: Any) -> None:
-    """Prints JSON without colours and wrapping. Objects of the SDK become what the server sent. Control characters,
+    """Print JSON without colours and wrapping. Objects of the SDK become what the server sent. Control characters,
     and those that standard output cannot encode, are escaped."""
     text = json.dumps(plain(value), indent=2, ensure_ascii=False)
     text = COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
@@ -161,7 +161,7 @@ def print_json(value: Any) -> None:
 
 
 def print_result(value: Any, line: str, as_json: bool) -> None:
-    """Prints a result as JSON, or the line that describes it."""
+    """Print a result as JSON, or the line that describes it."""
     if as_json:
         print_json(value)
     else:
@@ -169,7 +169,7 @@ def print_result(value: Any, line: str, as_json: bool) -> None:
 
 
 def read_json(text: str, option: str) -> Any:
-    """Returns the value of an option in JSON. Raises typer.BadParameter if it is not JSON."""
+    """Return the value of an option in JSON. Raise typer.BadParameter if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError as exc:
@@ -177,7 +177,7 @@ def read_json(text: str, option: str) -> Any:
 
 
 def ttl_of(ttl: int | None, expires: int | None) -> int | None:
-    """Returns the lifetime from its option or the older name of that option. Raises typer.BadParameter if both are
+    """Return the lifetime from its option or the older name of that option. Raise typer.BadParameter if both are
     given."""
     if ttl is not None and expires is not None:
         raise typer.BadParameter("--expires is the older name of --ttl: give one of them")
@@ -185,7 +185,7 @@ def ttl_of(ttl: int | None, expires: int | None) -> int | None:
 
 
 def plain(value: Any) -> Any:
-    """Returns objects of the SDK as JSON values."""
+    """Return objects of the SDK as JSON values."""
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
     return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
@@ -199,7 +199,7 @@ NUMBERS = ("bytes", "tokens", "chunks", "score", "files", "quota")
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], empty: str) -> None:
-    """Prints a table with right-aligned numbers, whole in any terminal, or the text ``empty`` if there are no rows."""
+    """Print a table with right-aligned numbers, whole in any terminal, or the text ``empty`` if there are no rows."""
     from rich.table import Table
 
     from mpic.table import print_whole
@@ -219,7 +219,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], empty: st
 def print_listing(
     value: Any, as_json: bool, columns: Sequence[str], rows: Iterable[Sequence[Any]], empty: str
 ) -> None:
-    """Prints a result as JSON, or as a table."""
+    """Print a result as JSON, or as a table."""
     if as_json:
         print_json(value)
     else:
@@ -229,7 +229,7 @@ def print_listing(
 def print_outcome(
     value: Any, as_json: bool, columns: Sequence[str], troubles: Sequence[Sequence[Any]], line: str
 ) -> None:
-    """Prints the outcome of work on many items as JSON, or as a table of those with troubles, if any, and a line.
+    """Print the outcome of work on many items as JSON, or as a table of those with troubles, if any, and a line.
 
     Exit status 1 if there are troubles.
     """
@@ -241,14 +241,14 @@ def print_outcome(
 
 
 def number(value: Any) -> str:
-    """Returns a cell of a table; numbers have separators."""
+    """Return a cell of a table; numbers have separators."""
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def print_fields(fields: dict[str, Any]) -> None:
-    """Prints one line per field and leaves out fields without a value."""
+    """Print one line per field and leave out fields without a value."""
     width = max(map(len, fields))
     for name, value in fields.items():
         if value not in (None, (), ""):
@@ -257,7 +257,7 @@ def print_fields(fields: dict[str, Any]) -> None:
 
 @contextmanager
 def progress(what: str, total: int | None, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """Shows a progress bar on stderr: of bytes when the total is known, of items otherwise."""
+    """Show a progress bar on stderr: of bytes when the total is known, of items otherwise."""
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as Remaining
 
@@ -269,17 +269,17 @@ def progress(what: str, total: int | None, quiet: bool) -> Iterator[Callable[[in
 
 
 def when(seconds: int | None) -> str | None:
-    """Returns a Unix time as local time: ``2026-11-20 14:00:00``."""
+    """Return a Unix time as local time: ``2026-11-20 14:00:00``."""
     return None if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def is_expected(exc: BaseException) -> bool:
-    """Returns whether an error is shown as one line, without a traceback."""
+    """Return whether an error is shown as one line, without a traceback."""
     return isinstance(exc, MPICError) or (isinstance(exc, OSError) and exc.errno is not None)
 
 
 def error_line(exc: Any) -> str:
-    """Returns the line that shows an error."""
+    """Return the line that shows an error."""
     if isinstance(exc, OSError):
         of = f"{os.fsdecode(exc.filename)}: " if isinstance(exc.filename, str | bytes) else ""
         return f"error: {of}{exc.strerror or 'it cannot be read or written'} [os_error]"

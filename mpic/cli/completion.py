@@ -13,7 +13,7 @@ NUMBERS = {"K": ("8", "16", "32", "64"), "R": ("5", "15", "50")}
 
 
 def policies(incomplete: str) -> list[str]:
-    """Returns the policies that begin with the given text, with usual numbers."""
+    """Return the policies that begin with the given text, with usual numbers."""
     from mpic.link import AUTO, policy_names
 
     names: list[str] = [AUTO]
@@ -24,7 +24,7 @@ def policies(incomplete: str) -> list[str]:
 
 
 def handles(context: typer.Context, incomplete: str) -> list[str]:
-    """Returns the handles of uploads that begin with the given text, from the server that the command would use."""
+    """Return the handles of uploads that begin with the given text, from the server that the command would use."""
     from mpic.client import MPIC
     from mpic.errors import MPICError
 

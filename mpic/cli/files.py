@@ -132,7 +132,7 @@ def delete(
 
 
 def find(client: MPIC, name: str) -> File:
-    """Returns an upload by its id or its handle (also in the form ``IMAGE#NAME``), ignoring case. Raises
+    """Return an upload by its id or its handle (also in the form ``IMAGE#NAME``), ignoring case. Raise
     FileNotFound."""
     if name.startswith("file-"):
         with suppress(FileNotFound):  # a handle may begin like an id
@@ -145,7 +145,7 @@ def find(client: MPIC, name: str) -> File:
 
 
 def show_files(files: Sequence[File], as_json: bool) -> None:
-    """Prints uploads as a table, or as JSON."""
+    """Print uploads as a table, or as JSON."""
     columns = ("state", "tokens", "chunks", "in prompts", "id")  # the columns that fit into 80 characters
     rows = ((f.state, f.tokens, f.chunk_count, f.mention or f.filename, f.id) for f in files)
     print_listing(files, as_json, columns, rows, "no files yet: mpic upload PATH")

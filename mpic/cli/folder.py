@@ -23,7 +23,7 @@ ConfigFile = Annotated[Path | None, typer.Option(help="the server's TOML file, f
 def open_library(
     data_dir: Path | None, config: Path | None, reconcile: bool = True, create: bool = False
 ) -> Library:
-    """Opens the library for this process alone. Raises Unavailable if a server has it open, or there is none."""
+    """Open the library for this process alone. Raise Unavailable if a server has it open, or there is none."""
     from mpic.library import Library
 
     settings = library_settings(data_dir, config)
@@ -32,7 +32,7 @@ def open_library(
 
 
 def inspect_library(data_dir: Path | None, config: Path | None) -> Library:
-    """Opens the library to read its catalogue, also while a server has it open."""
+    """Open the library to read its catalogue, also while a server has it open."""
     from mpic.library import Library
 
     return Library.open_read_only(*library_location(data_dir, config))
@@ -41,7 +41,7 @@ def inspect_library(data_dir: Path | None, config: Path | None) -> Library:
 def open_or_inspect(
     data_dir: Path | None, config: Path | None, quiet: bool, reconcile: bool = True
 ) -> Library:
-    """Opens the library for this process alone or, if a server has it open, only for reading, and prints a note about
+    """Open the library for this process alone or, if a server has it open, only for reading, and print a note about
     that."""
     from mpic.errors import LibraryInUse
 
@@ -55,11 +55,11 @@ def open_or_inspect(
 
 
 def library_settings(data_dir: Path | None, config: Path | None) -> LibraryConfig:
-    """Returns the [library] section that holds for the folder."""
+    """Return the [library] section that holds for the folder."""
     return load_config(config, {"data_dir": None if data_dir is None else str(data_dir)}).library
 
 
 def library_location(data_dir: Path | None, config: Path | None) -> tuple[Path, Limits]:
-    """Returns the folder, and the limits that hold in it."""
+    """Return the folder, and the limits that hold in it."""
     settings = library_settings(data_dir, config)
     return Path(settings.data_dir), settings.limits()

@@ -295,7 +295,7 @@ def library_pin(
 
 
 def show_results(results: list[ImportResult], as_json: bool) -> None:
-    """Shows the results of an import. Exit status 1 if anything was refused."""
+    """Show the results of an import. Exit status 1 if anything was refused."""
     count = Counter(result.outcome for result in results)
     refused = [result for result in results if result.outcome == "refused" or result.why]
     value = {"counts": dict(count), "noted": [result._asdict() for result in refused]}
@@ -309,7 +309,7 @@ def show_results(results: list[ImportResult], as_json: bool) -> None:
 
 
 def _owners(library: Library) -> dict[str, str]:
-    """Returns the users that the catalogue knows, by the hash that stands for them in a remote store."""
+    """Return the users that the catalogue knows, by the hash that stands for them in a remote store."""
     from mpic.library import SHARED
     from mpic.library.folder.layout import owner_folder
 
@@ -318,7 +318,7 @@ def _owners(library: Library) -> dict[str, str]:
 
 
 def _remote_usage(library: Library, settings: LibraryConfig) -> list[StorageUsage]:
-    """Returns the usage of the remote store, if there is one; of a store that does not answer, a note on stderr."""
+    """Return the usage of the remote store, if there is one; of a store that does not answer, a note on stderr."""
     from mpic.library import StorageUsage
     from mpic.library.store.objects import StoreUnavailable
     from mpic.library.store.remote_check import usage
@@ -353,7 +353,7 @@ def _check_remote(library: Library, objects: Objects, contents: bool) -> list[Pr
 
 
 def _find(library: Library, name: str, user: str) -> File | Reference:
-    """Returns a file or a reference by its id, or a file by its handle, which may begin like an id. Raises NotFound."""
+    """Return a file or a reference by its id, or a file by its handle, which may begin like an id. Raise NotFound."""
     if not name.startswith(("ref_", "file-")):
         return library.files.by_handle(user, name)
     try:
@@ -375,7 +375,7 @@ def _by_id(library: Library, id: str) -> File | Reference:
 
 
 def _key_quotas(root: Path) -> list[Key]:
-    """Returns the valid keys that have a quota."""
+    """Return the valid keys that have a quota."""
     if not any_keys(root):
         return []
     with closing(KeyStore(root)) as store:
@@ -384,7 +384,7 @@ def _key_quotas(root: Path) -> list[Key]:
 
 
 def _keys_of(row: StorageUsage, keys: list[Key]) -> dict[str, dict[str, int | None]]:
-    """Returns the quotas of the user's keys by prefix; they bound originals only."""
+    """Return the quotas of the user's keys by prefix; they bound originals only."""
     mine = [key for key in keys if key.user == row.owner and row.tier == "original"]
     return {f"mpic_{key.prefix}": {"files": key.limits.files, "bytes": key.limits.bytes} for key in mine}
 

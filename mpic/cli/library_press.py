@@ -65,7 +65,7 @@ def press(
 
 
 def _parse(name: str) -> Press:
-    """Returns the press of a name. Raises UnknownPress if there is none, UnsupportedParameter if it cannot compress
+    """Return the press of a name. Raise UnknownPress if there is none, UnsupportedParameter if it cannot compress
     what is stored."""
     from mpic.errors import UnsupportedParameter
     from mpic.press import parse_press, refuse_stored
@@ -78,7 +78,7 @@ def _parse(name: str) -> Press:
 
 
 def _load(settings: EngineConfig, press: Press) -> LoadedModel:
-    """Loads the model of a configuration. Raises ModelRefused, and UnsupportedParameter for a press that cannot
+    """Load the model of a configuration. Raise ModelRefused, and UnsupportedParameter for a press that cannot
     compress its chunks."""
     from mpic.engine.native.presser import check_press
     from mpic.errors import UnsupportedParameter

@@ -67,15 +67,15 @@ class ReplSession:
         self.messages: list[dict[str, Any]] = list(self.opening)
 
     def reset(self) -> None:
-        """Forgets everything but the system message."""
+        """Forget everything but the system message."""
         self.messages = list(self.opening)
 
     def request_options(self) -> dict[str, Any]:
-        """Returns the options of the next request."""
+        """Return the options of the next request."""
         return {**self.options, "policy": self.policy}
 
     def ask(self, text: str, out: Console) -> Usage:
-        """Prints the answer as it arrives and returns its usage. A question that failed is not remembered."""
+        """Print the answer as it arrives and return its usage. A question that failed is not remembered."""
         question = {"role": "user", "content": text}
         answer = ""
         completions = self.client.chat.completions
@@ -93,7 +93,7 @@ class ReplSession:
         return stream.usage
 
     def again(self, policy: str, out: Console) -> Usage:
-        """Answers the last question again under another policy; the new answer replaces the old one."""
+        """Answer the last question again under another policy; the new answer replaces the old one."""
         if len(self.messages) < len(self.opening) + 2:
             raise BadRequest("nothing was asked yet")
         before, own = self.messages, self.policy
@@ -108,14 +108,14 @@ class ReplSession:
 
 
 def _write(piece: str, out: Console) -> None:
-    """Writes a piece of an answer as it is. A terminal gets no control characters from it: a document may have told the
+    """Write a piece of an answer as it is. A terminal gets no control characters from it: a document may have told the
     model to send commands to the terminal."""
     out.file.write(printable(piece) if out.is_terminal else piece)
     out.file.flush()
 
 
 def summary(usage: Usage) -> str:
-    """Returns one line: tokens reused and recomputed, the time to the first token, and handles that named nothing."""
+    """Return one line: tokens reused and recomputed, the time to the first token, and handles that named nothing."""
     ours = usage.mpic
     parts = [
         ours.policy,
@@ -137,7 +137,7 @@ def summary(usage: Usage) -> str:
 
 
 def ask_once(session: ReplSession, text: str, out: Console, as_json: bool = False) -> None:
-    """Prints the answer to one question. The summary goes to stderr, so that pipes receive the answer alone."""
+    """Print the answer to one question. The summary goes to stderr, so that pipes receive the answer alone."""
     if as_json:
         messages = [*session.messages, {"role": "user", "content": text}]
         print_json(session.client.chat.completions.create(messages, **session.request_options()))
@@ -147,7 +147,7 @@ def ask_once(session: ReplSession, text: str, out: Console, as_json: bool = Fals
 
 
 def show_help(out: Console) -> None:
-    """Explains the commands."""
+    """Explain the commands."""
     from rich.table import Table
 
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 1))
@@ -159,7 +159,7 @@ def show_help(out: Console) -> None:
 
 
 def run_repl(session: ReplSession, out: Console) -> None:
-    """Reads questions until the user quits. An error ends an answer, not the session."""
+    """Read questions until the user quits. An error ends an answer, not the session."""
     health = session.client.health()
     out.print(
         f"{health.model['name']}, policy {session.policy or health.policy}. /help explains the commands; Tab completes"
@@ -188,7 +188,7 @@ def run_repl(session: ReplSession, out: Console) -> None:
 
 
 def run_line(session: ReplSession, text: str, out: Console, policies: tuple[str, ...]) -> None:
-    """Runs one line: a command or a question."""
+    """Run one line: a command or a question."""
     command, _, rest = text.partition(" ")
     rest = rest.strip()
     if command == "/reset":
@@ -218,7 +218,7 @@ def run_line(session: ReplSession, text: str, out: Console, policies: tuple[str,
 
 
 def known_policy(name: str, policies: tuple[str, ...]) -> str:
-    """Returns a policy's name. Raises UnknownPolicy if it does not exist, which is better reported before the next
+    """Return a policy's name. Raise UnknownPolicy if it does not exist, which is better reported before the next
     question."""
     if name not in policies:
         named_policy(name)
@@ -226,7 +226,7 @@ def known_policy(name: str, policies: tuple[str, ...]) -> str:
 
 
 def upload(session: ReplSession, arguments: str, out: Console) -> None:
-    """Uploads a file and waits until it is compiled. Raises BadRequest if it cannot be read."""
+    """Upload a file and wait until it is compiled. Raise BadRequest if it cannot be read."""
     try:
         words = shlex.split(arguments)
     except ValueError as error:  # a quotation mark or backslash without its counterpart
@@ -244,7 +244,7 @@ def upload(session: ReplSession, arguments: str, out: Console) -> None:
 
 @contextlib.contextmanager
 def tab_completion(client: MPIC, policies: tuple[str, ...]) -> Iterator[None]:
-    """Lets Tab complete commands, policies and handles of uploads, if the system has readline."""
+    """Let Tab complete commands, policies and handles of uploads, if the system has readline."""
     try:
         import readline
     except ImportError:  # not available on Windows
@@ -269,7 +269,7 @@ def tab_completion(client: MPIC, policies: tuple[str, ...]) -> Iterator[None]:
 
 
 def tab_matches(client: MPIC, policies: tuple[str, ...], line: str, word: str) -> list[str]:
-    """Returns the commands, policies or handles that may replace ``word``, the last word of ``line``."""
+    """Return the commands, policies or handles that may replace ``word``, the last word of ``line``."""
     command, space, _ = line.partition(" ")
     if command.startswith("/"):
         names = [f"{name} " if follows else name for name, (follows, _) in COMMANDS.items()]

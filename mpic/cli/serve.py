@@ -23,7 +23,7 @@ app = command_app()
 
 
 def with_config_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command one flag for every configuration key; its ``flags`` argument receives those that were set."""
+    """Give a command one flag for every configuration key; its ``flags`` argument receives those that were set."""
     fixed = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "flags"]
     keys = []
     for section, cls in SECTIONS.items():
@@ -51,13 +51,13 @@ def with_config_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def described(doc: str) -> dict[str, str]:
-    """Returns the description of each argument in a docstring, joined to one line."""
+    """Return the description of each argument in a docstring, joined to one line."""
     found = re.findall(r"^ {8}(\w+): (.+(?:\n {12}.+)*)$", doc, re.MULTILINE)
     return {name: re.sub(r"\s+", " ", text) for name, text in found}
 
 
 def shown(name: str, default: object) -> str:
-    """Returns the sentence of the help text that names a default."""
+    """Return the sentence of the help text that names a default."""
     if default is dataclasses.MISSING:  # computed; the others are bundled models, as their help says
         with suppress(ConfigError):  # there is no home folder, and perhaps none is needed
             return f"Default: {default_data_dir()}." if name == "data_dir" else ""

@@ -42,7 +42,7 @@ def ui(
 
 
 def standalone(url: str) -> FastAPI:
-    """Returns the page of a server as an application of its own."""
+    """Return the page of a server as an application of its own."""
     import tempfile
 
     from fastapi import FastAPI

@@ -107,7 +107,7 @@ Show = Callable[[str, int, int], None]
 def _upload(
     client: MPIC, path: Path, handle: str, options: dict[str, Any], wait: bool, show: Show
 ) -> FileOutcome:
-    """Uploads one file. A failure becomes its result, unless every other file would fail the same way."""
+    """Upload one file. A failure becomes its result, unless every other file would fail the same way."""
     from mpic.client import BadResponse, Unreachable
     from mpic.client.sources import unicode_name
     from mpic.errors import Forbidden, StorageQuotaExceeded, Unauthorized
@@ -136,7 +136,7 @@ def _upload(
 
 
 def _send_parts(client: MPIC, upload_id: str, path: Path, sent: Callable[[int, int], None]) -> File:
-    """Sends a file to an upload in parts, of which the server keeps nothing if that fails."""
+    """Send a file to an upload in parts, of which the server keeps nothing if that fails."""
     try:
         return client.uploads.send(upload_id, path, progress=sent)
     except BaseException:
@@ -147,7 +147,7 @@ def _send_parts(client: MPIC, upload_id: str, path: Path, sent: Callable[[int, i
 
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Show]:
-    """Shows a progress bar of the current file on stderr."""
+    """Show a progress bar of the current file on stderr."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     columns = (
@@ -166,7 +166,7 @@ def _progress(quiet: bool) -> Iterator[Show]:
 
 
 def _show(done: list[FileOutcome]) -> None:
-    """Prints the files as a table, failures with their reasons, and the sums if there are several."""
+    """Print the files as a table, failures with their reasons, and the sums if there are several."""
     from mpic.client.sources import unicode_name
 
     files = [one.file for one in done if one.file]
@@ -193,7 +193,7 @@ def _show(done: list[FileOutcome]) -> None:
 
 
 def _plain(one: FileOutcome) -> dict[str, object]:
-    """Returns a result as JSON: the file, or the error with the path."""
+    """Return a result as JSON: the file, or the error with the path."""
     if one.file is not None:
         return one.file.model_dump(mode="json")
     assert one.error is not None
@@ -204,7 +204,7 @@ def _plain(one: FileOutcome) -> dict[str, object]:
 
 
 def _refuse_same_handles(named: list[tuple[Path, str]]) -> None:
-    """Raises BadParameter if two files would get one handle: with --replace the second would delete the first."""
+    """Raise BadParameter if two files would get one handle: with --replace the second would delete the first."""
     first: dict[str, Path] = {}
     for path, handle in named:
         if (other := first.setdefault(handle, path)) is not path:

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def check_options(given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuses unknown options. Raises a TypeError that names the most similar known option."""
+    """Refuse unknown options. Raise a TypeError that names the most similar known option."""
     names = list(known)
     for name in given:
         if name not in names:
@@ -24,7 +24,7 @@ def check_options(given: Iterable[str], known: Iterable[str]) -> None:
 
 
 def check_id(id: Any) -> None:
-    """Checks an id. Raises TypeError if it is not a string, or ValueError if it is empty, since an empty id would name
+    """Check an id. Raise TypeError if it is not a string, or ValueError if it is empty, since an empty id would name
     the whole collection."""
     if not isinstance(id, str):
         hint = f": pass its id, {id.id!r}" if isinstance(getattr(id, "id", None), str) else ""
@@ -34,7 +34,7 @@ def check_id(id: Any) -> None:
 
 
 def check_messages(messages: Any) -> None:
-    """Checks that a value is a conversation. Raises TypeError."""
+    """Check that a value is a conversation. Raise TypeError."""
     if isinstance(messages, str):
         return
     if isinstance(messages, Mapping) or not isinstance(messages, Sequence):
@@ -48,7 +48,7 @@ def check_messages(messages: Any) -> None:
 
 
 def check_source(source: Any) -> None:
-    """Checks that a value is a file to send. Raises TypeError."""
+    """Check that a value is a file to send. Raise TypeError."""
     content = source[1] if isinstance(source, tuple) and len(source) == 2 else source
     if isinstance(content, io.TextIOBase):
         raise TypeError("the file is open as text: open it with 'rb'")
@@ -62,6 +62,6 @@ def check_source(source: Any) -> None:
 
 
 def check_seconds(name: str, value: Any) -> None:
-    """Checks that a value is a lifetime. Raises TypeError."""
+    """Check that a value is a lifetime. Raise TypeError."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
         raise TypeError(f"{name} is a whole number of seconds or None, not {type(value).__name__}")

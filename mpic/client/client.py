@@ -64,7 +64,7 @@ class Client(Resource[IO]):
         progress: StageCallback | bool | None = None,
         **settings: Any,
     ) -> Self:
-        """Starts a server inside this process, without a port; it ends with the client. For notebooks and tests.
+        """Start a server inside this process, without a port; it ends with the client. For notebooks and tests.
 
         Args:
             model: folder or hub id; None: the bundled demo model.
@@ -86,12 +86,12 @@ class Client(Resource[IO]):
 
     @call
     async def health(self) -> types.Health:
-        """Returns whether the server is ready, and the model and settings it runs with."""
+        """Return whether the server is ready, and the model and settings it runs with."""
         return await self.sender.send(endpoints.health())
 
     @call
     async def savings(self, days: int = 30, scope: str = "mine") -> types.Savings:
-        """Returns the prompt tokens that reuse has saved, by day, and how often each file was reused.
+        """Return the prompt tokens that reuse has saved, by day, and how often each file was reused.
 
         Args:
             days: number of days, today included.
@@ -101,17 +101,17 @@ class Client(Resource[IO]):
 
     @call
     async def metrics(self) -> str:
-        """Returns all metrics of the server, in Prometheus' text format."""
+        """Return all metrics of the server, in Prometheus' text format."""
         return await self.sender.send(endpoints.metrics())
 
     @call
     async def stream(self, request: ApiRequest[Any]) -> httpx.Response:
-        """Sends a request and returns the response, whose body is not read yet."""
+        """Send a request and return the response, whose body is not read yet."""
         return await self.sender.stream(request)
 
     @call
     async def close(self) -> None:
-        """Closes all connections and, after ``local``, the server. Safe to call twice."""
+        """Close all connections and, after ``local``, the server. Safe to call twice."""
         await self.sender.io.close()
 
     @property
@@ -122,7 +122,7 @@ class Client(Resource[IO]):
         return f"{type(self).__name__}({self.url!r}{', closed' if self._closed else ''})"
 
     def _repr_html_(self) -> str:
-        """Shows the client in a notebook, with links to the web page and the documentation of its server."""
+        """Show the client in a notebook, with links to the web page and the documentation of its server."""
         if self._local or self._closed:
             return html.paragraph(repr(self))
         pages = html.link(f"{self.url}/ui", "web page"), html.link(f"{self.url}/docs", "API")
@@ -164,7 +164,7 @@ class MPIC(Client[SyncIO]):
         self.chat = Chat(Completions(self.sender))
 
     def send(self, request: ApiRequest[T]) -> T:
-        """Sends any request of ``mpic.client.endpoints`` and returns its result."""
+        """Send any request of ``mpic.client.endpoints`` and return its result."""
         return finish(self.sender.send(request))
 
     def __enter__(self) -> Self:
@@ -197,7 +197,7 @@ class AsyncMPIC(Client[AsyncIO]):
         self.chat = Chat(AsyncCompletions(self.sender))
 
     async def send(self, request: ApiRequest[T]) -> T:
-        """Sends any request of ``mpic.client.endpoints`` and returns its result."""
+        """Send any request of ``mpic.client.endpoints`` and return its result."""
         return await self.sender.send(request)
 
     async def __aenter__(self) -> Self:

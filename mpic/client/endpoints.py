@@ -47,11 +47,11 @@ class ApiRequest(Generic[T]):
 
     @property
     def can_resend(self) -> bool:
-        """Returns whether it can be sent a second time; an upload from a pipe cannot."""
+        """Return whether it can be sent a second time; an upload from a pipe cannot."""
         return self.upload is None or self.upload.replayable
 
     def result(self, response: httpx.Response) -> T:
-        """Returns the result in the response. Raises BadResponse if the response is not one of this API."""
+        """Return the result in the response. Raise BadResponse if the response is not one of this API."""
         try:
             return self.read(response)
         except (ValueError, KeyError, TypeError) as exc:
@@ -88,32 +88,32 @@ class ChatOptions(TypedDict, total=False):
 
 
 def given(**values: Any) -> dict[str, Any]:
-    """Returns the values that are not None."""
+    """Return the values that are not None."""
     return {k: v for k, v in values.items() if v is not None}
 
 
 def one_of_two(name: str, value: T | None, older: str, old_value: T | None) -> T | None:
-    """Returns the value of a parameter that also has an older name. Raises TypeError if both are given."""
+    """Return the value of a parameter that also has an older name. Raise TypeError if both are given."""
     if value is not None and old_value is not None:
         raise TypeError(f"{older} is the older name of {name}: give one of them")
     return old_value if value is None else value
 
 
 def with_outcome(done: M, made: M) -> M:
-    """Returns the later state of an upload, with the ``outcome`` that only the response to the upload has."""
+    """Return the later state of an upload, with the ``outcome`` that only the response to the upload has."""
     outcome = getattr(made, "outcome", None)
     return done if outcome is None else done.model_copy(update={"outcome": outcome})
 
 
 def path(*parts: str) -> str:
-    """Returns a path under /v1 with quoted ids. An empty id is refused, because it would name the whole collection."""
+    """Return a path under /v1 with quoted ids. An empty id is refused, because it would name the whole collection."""
     for part in parts:
         check_id(part)
     return "/v1/" + "/".join(_quoted(part) for part in parts)
 
 
 def _quoted(id: str, safe: str = "") -> str:
-    """Returns an id as a part of a path. Raises BadRequest if it is not Unicode."""
+    """Return an id as a part of a path. Raise BadRequest if it is not Unicode."""
     try:
         return quote(id, safe)
     except UnicodeEncodeError as error:
@@ -121,12 +121,12 @@ def _quoted(id: str, safe: str = "") -> str:
 
 
 def as_model(model: type[M]) -> Callable[[httpx.Response], M]:
-    """Returns a reader of responses that are one object."""
+    """Return a reader of responses that are one object."""
     return lambda response: model.model_validate(response.json())
 
 
 def get(model: type[M], *parts: str, **params: Any) -> ApiRequest[M]:
-    """Returns the request of one object, or of a page of a collection."""
+    """Return the request of one object, or of a page of a collection."""
     return ApiRequest("GET", path(*parts), as_model(model), params=given(**params), repeatable=True)
 
 
@@ -134,7 +134,7 @@ def get(model: type[M], *parts: str, **params: Any) -> ApiRequest[M]:
 
 
 def conversation(messages: Sequence[Mapping[str, Any]] | str) -> Sequence[Mapping[str, Any]]:
-    """Returns messages as they are, and a plain string as one message of the user. Raises TypeError if it is
+    """Return messages as they are, and a plain string as one message of the user. Raise TypeError if it is
     neither."""
     check_messages(messages)
     return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
@@ -143,7 +143,7 @@ def conversation(messages: Sequence[Mapping[str, Any]] | str) -> Sequence[Mappin
 def chat(
     messages: Sequence[Mapping[str, Any]], stream: bool, options: ChatOptions
 ) -> ApiRequest[types.ChatCompletion]:
-    """Returns the request of a chat completion. It is repeatable, because computing an answer twice does no harm."""
+    """Return the request of a chat completion. It is repeatable, because computing an answer twice does no harm."""
     fields: dict[str, Any] = dict(options)
     check_options(fields, ChatOptions.__annotations__)
     trace, extra = fields.pop("trace", None), dict(fields.pop("extra_body", None) or {})
@@ -179,7 +179,7 @@ def update(collection: str, model: type[M], id: str, ttl: int | None) -> ApiRequ
 
 
 def delete(collection: str, id: str) -> ApiRequest[types.Deleted]:
-    """Returns a request that is not repeatable, because the second one would find nothing."""
+    """Return a request that is not repeatable, because the second one would find nothing."""
     return ApiRequest("DELETE", path(collection, id), as_model(types.Deleted))
 
 
@@ -195,7 +195,7 @@ def file_create(
     press: str | None,
     purpose: str,
 ) -> ApiRequest[types.File]:
-    """Returns the request of an upload. It is repeatable if it has a handle, because a repeated upload then makes no
+    """Return the request of an upload. It is repeatable if it has a handle, because a repeated upload then makes no
     second file."""
     check_seconds("ttl", ttl)
     life = None if ttl is None else str(ttl)
@@ -248,7 +248,7 @@ def upload_create(
 
 
 def upload_add_part(id: str, data: Upload) -> ApiRequest[types.UploadPart]:
-    """Returns a request that is repeatable, because only the parts that are named in the end count."""
+    """Return a request that is repeatable, because only the parts that are named in the end count."""
     where, read = path("uploads", id, "parts"), as_model(types.UploadPart)
     return ApiRequest("POST", where, read, upload=data, repeatable=True)
 
@@ -279,7 +279,7 @@ def cache_create(
 
 
 def cache_retrieve(id: str) -> ApiRequest[types.Cache | types.CacheChunk]:
-    """Returns the request of a cache or of one chunk, depending on the id."""
+    """Return the request of a cache or of one chunk, depending on the id."""
 
     def read(response: httpx.Response) -> types.Cache | types.CacheChunk:
         body = response.json()
@@ -316,7 +316,7 @@ def reference_search(
     min_score: float | None,
     filter: Mapping[str, Any] | None,
 ) -> ApiRequest[ReferencesFound]:
-    """Returns the request of a search; ``image`` is a data URL."""
+    """Return the request of a search; ``image`` is a data URL."""
     body = given(query=query, image=image, top_k=top_k, min_score=min_score, filter=filter)
     return ApiRequest(
         "POST", path("references", "search"), as_model(ReferencesFound), json=body, repeatable=True
@@ -324,7 +324,7 @@ def reference_search(
 
 
 def reference_index(start: bool = False) -> ApiRequest[types.ReferenceIndex]:
-    """Returns the request of the index's state; with ``start`` the server embeds references without a vector."""
+    """Return the request of the index's state; with ``start`` the server embeds references without a vector."""
     if start:
         return ApiRequest("POST", path("references", "reindex"), as_model(types.ReferenceIndex))
     return get(types.ReferenceIndex, "references", "index")
@@ -338,7 +338,7 @@ def model(id: str) -> ApiRequest[types.Model]:
 
 
 def health() -> ApiRequest[types.Health]:
-    """Returns the request of the state of the server. A server that is not ready sends it with status 503, which may
+    """Return the request of the state of the server. A server that is not ready sends it with status 503, which may
     also be a refusal, of the server or of a proxy."""
     read = as_model(types.Health)
 

@@ -60,7 +60,7 @@ BY_STATUS = {
 
 
 def from_response(response: httpx.Response) -> MPICError:
-    """Returns the error in a response that has been read, with the wait that its Retry-After asks for."""
+    """Return the error in a response that has been read, with the wait that its Retry-After asks for."""
     try:
         error = from_body(response.json()["error"], response.status_code)
     except (ValueError, KeyError, TypeError):
@@ -73,7 +73,7 @@ def from_response(response: httpx.Response) -> MPICError:
 
 
 def from_body(body: dict[str, Any], status: int | None) -> MPICError:
-    """Returns the error in the ``error`` object of a body.
+    """Return the error in the ``error`` object of a body.
 
     Args:
         status: the status of the response; None inside a stream, whose own status was 200: the error then has the
@@ -88,7 +88,7 @@ def from_body(body: dict[str, Any], status: int | None) -> MPICError:
 
 
 def from_transport(exc: httpx.RequestError, url: httpx.URL) -> ClientError:
-    """Returns the error for an exception of httpx."""
+    """Return the error for an exception of httpx."""
     what = str(exc) or type(exc).__name__
     if isinstance(exc, httpx.PoolTimeout):
         return TimedOut(

@@ -27,7 +27,7 @@ H = TypeVar("H", httpx.Client, httpx.AsyncClient)
 
 
 def server_address(url: str | None) -> str:
-    """Returns the address of a server, without a final ``/v1``.
+    """Return the address of a server, without a final ``/v1``.
 
     Args:
         url: the address; ``host:port`` and ``:port`` (on this machine) are accepted, too. None reads the environment
@@ -53,7 +53,7 @@ def server_address(url: str | None) -> str:
 def client_options(
     base_url: str | None, api_key: str | None, timeout: float | httpx.Timeout | None
 ) -> dict[str, Any]:
-    """Returns the arguments of an httpx client.
+    """Return the arguments of an httpx client.
 
     Args:
         base_url: see ``server_address``.
@@ -82,7 +82,7 @@ def client_options(
 
 
 def http_client(kind: Callable[..., H], **options: Any) -> H:
-    """Returns an httpx client, which reads the proxies and certificates of the environment while it is made.
+    """Return an httpx client, which reads the proxies and certificates of the environment while it is made.
 
     Args:
         kind: its class.
@@ -108,7 +108,7 @@ def _timeout(timeout: float | httpx.Timeout | None) -> httpx.Timeout:
 
 @contextmanager
 def request_options(request: ApiRequest[Any]) -> Iterator[dict[str, Any]]:
-    """Yields the arguments of an httpx request; the file of an upload is open meanwhile."""
+    """Yield the arguments of an httpx request; the file of an upload is open meanwhile."""
     options: dict[str, Any] = {"params": request.params or None}
     if request.json is not None:
         options["json"] = request.json
@@ -126,7 +126,7 @@ def request_options(request: ApiRequest[Any]) -> Iterator[dict[str, Any]]:
 
 
 def unsendable(request: ApiRequest[Any], error: Exception) -> BadRequest:
-    """Returns the error for a request of which httpx cannot make a message, with the field at fault."""
+    """Return the error for a request of which httpx cannot make a message, with the field at fault."""
     for fields in (request.json, request.form, request.params):
         for name, value in fields.items() if isinstance(fields, Mapping) else ():
             why = _no_json(value)
@@ -136,7 +136,7 @@ def unsendable(request: ApiRequest[Any], error: Exception) -> BadRequest:
 
 
 def _no_json(value: Any) -> str | None:
-    """Returns the reason why JSON in UTF-8 cannot hold a value, or None."""
+    """Return the reason why JSON in UTF-8 cannot hold a value, or None."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False, default=str).encode()
     except UnicodeEncodeError:

@@ -110,7 +110,7 @@ class _Exchange(httpx.AsyncByteStream):
                 yield message.get("body", b"")
 
     async def aclose(self) -> None:
-        """Tells the application that the client has disconnected, and waits until it ends."""
+        """Tell the application that the client has disconnected, and wait until it ends."""
         self._gone.set()
         self._sent = True
         while not self.task.done():  # a full queue must not keep the application from ending
@@ -139,7 +139,7 @@ class Lifespan:
             await failed  # raises the error of the start-up
 
     async def stop(self) -> None:
-        """Shuts the application down, as soon as it has started."""
+        """Shut the application down, as soon as it has started."""
         self._stop.set()
         if self._task is not None:
             await self._task
@@ -177,7 +177,7 @@ class InProcess(httpx.BaseTransport):
             raise
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs ``work`` in the loop and returns its result. Raises httpx.ReadError if the application has ended."""
+        """Run ``work`` in the loop and return its result. Raise httpx.ReadError if the application has ended."""
         with self._scheduling:
             if self._ended:
                 work.close()
@@ -202,7 +202,7 @@ class InProcess(httpx.BaseTransport):
         )
 
     def close(self) -> None:
-        """Shuts the application down. Requests under way on other threads end with httpx.ReadError."""
+        """Shut the application down. Requests under way on other threads end with httpx.ReadError."""
         if self._loop.is_closed():
             return
         try:
@@ -249,7 +249,7 @@ class _ResponseBody(httpx.SyncByteStream):
 
 
 async def _cancel_others() -> None:
-    """Cancels all other tasks of the loop, and waits until they have ended."""
+    """Cancel all other tasks of the loop, and wait until they have ended."""
     while others := asyncio.all_tasks() - {asyncio.current_task()}:
         for task in others:
             task.cancel()

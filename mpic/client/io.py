@@ -29,7 +29,7 @@ class SyncIO:
         time.sleep(seconds)
 
     async def open(self, work: Callable[..., T], *args: Any) -> T:
-        """Returns the result of work that opens files."""
+        """Return the result of work that opens files."""
         return work(*args)
 
     async def close(self) -> None:
@@ -60,7 +60,7 @@ class AsyncIO:
 
 
 def finish(work: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine over a ``SyncIO`` to its end and returns its result."""
+    """Run a coroutine over a ``SyncIO`` to its end and return its result."""
     try:
         work.send(None)
     except StopIteration as ended:

@@ -10,7 +10,7 @@ StageCallback = Callable[[str], None]
 
 
 def teller(progress: StageCallback | bool | None) -> StageCallback:
-    """Returns the function that is called with every stage.
+    """Return the function that is called with every stage.
 
     Args:
         progress: a function; True writes to stderr, False shows nothing; None writes to stderr in a terminal and in a

@@ -26,7 +26,7 @@ class CompileWait:
         self._pauses = pauses()
 
     def pause(self, found: Any) -> float | None:
-        """Returns the seconds until the next request, or None if ``found`` is compiled.
+        """Return the seconds until the next request, or None if ``found`` is compiled.
 
         Raises:
             CompileFailed: the item cannot be compiled.
@@ -47,7 +47,7 @@ class CompileWait:
 
 
 def pauses() -> Iterator[float]:
-    """Yields the seconds between two requests about something that is being compiled."""
+    """Yield the seconds between two requests about something that is being compiled."""
     pause = 0.05
     while True:
         yield pause

@@ -43,23 +43,23 @@ class Collection(Resource[IO], Generic[IO, M]):
     def list(
         self, after: str | None = None, limit: int | None = None, order: Order | None = None
     ) -> tuple[PageRequest[M], str | None]:
-        """Lists the items by age, newest first. ``limit`` is the length of a page."""
+        """List the items by age, newest first. ``limit`` is the length of a page."""
         return self._pages(limit=limit, order=order), after
 
     @call
     async def retrieve(self, id: str) -> M:
-        """Returns the current state of an item; of a reference the newest version."""
+        """Return the current state of an item; of a reference the newest version."""
         request: ApiRequest[Any] = endpoints.get(self._model, self._path, id)
         return await self.sender.send(request)
 
     @call
     async def delete(self, id: str) -> types.Deleted:
-        """Deletes an item and everything compiled from it."""
+        """Delete an item and everything compiled from it."""
         return await self.sender.send(endpoints.delete(self._path, id))
 
     @call
     async def wait(self, id: str, timeout: float = WAIT) -> M:
-        """Waits until an item is compiled and returns it.
+        """Wait until an item is compiled and return it.
 
         Raises:
             CompileFailed: the item cannot be compiled.
@@ -104,7 +104,7 @@ class Files(Collection[IO, types.File]):
         progress: Progress | None = None,
         expires_in: int | None = None,
     ) -> types.File:
-        """Uploads a file; it is streamed from the disk and compiled by the server in the background.
+        """Upload a file; it is streamed from the disk and compiled by the server in the background.
 
         Uploading the same bytes under the same handle again makes no second file: the ``outcome`` is then ``unchanged``
         (else ``created`` or ``replaced``), and only the lifetime starts again.
@@ -146,7 +146,7 @@ class Files(Collection[IO, types.File]):
         wait: bool | float = False,
         progress: Progress | None = None,
     ) -> types.File:
-        """Uploads a file under a handle, in place of the file that has it. The arguments are those of ``create``; the
+        """Upload a file under a handle, in place of the file that has it. The arguments are those of ``create``; the
         file is the whole body of the request, and an event loop does not wait while the disk is read.
 
         Args:
@@ -159,17 +159,17 @@ class Files(Collection[IO, types.File]):
 
     @call
     async def content(self, id: str) -> bytes:
-        """Returns the bytes of the original."""
+        """Return the bytes of the original."""
         return await self.sender.send(endpoints.content("files", id))
 
     @call
     async def update(self, id: str, ttl: int | None) -> types.File:
-        """Sets a file to expire in ``ttl`` seconds from now; None: never."""
+        """Set a file to expire in ``ttl`` seconds from now; None: never."""
         return await self.sender.send(endpoints.update("files", types.File, id, ttl))
 
     @call
     async def rename(self, id: str, handle: str | None) -> types.File:
-        """Changes the handle of a file, or removes it (None). Nothing is compiled again."""
+        """Change the handle of a file, or remove it (None). Nothing is compiled again."""
         return await self.sender.send(endpoints.rename(id, handle))
 
 
@@ -189,7 +189,7 @@ class UploadsInParts(Resource[IO]):
         press: str | None = None,
         purpose: str = "user_data",
     ) -> types.Upload:
-        """Begins a file of so many bytes. It waits an hour for its next part.
+        """Begin a file of so many bytes. It waits an hour for its next part.
 
         Args:
             filename: its name, which is only shown.
@@ -200,18 +200,18 @@ class UploadsInParts(Resource[IO]):
 
     @call
     async def retrieve(self, id: str) -> types.Upload:
-        """Returns the state of an upload, with the parts that the server has."""
+        """Return the state of an upload, with the parts that the server has."""
         return await self.sender.send(endpoints.get(types.Upload, "uploads", id))
 
     @call
     async def add_part(self, id: str, data: Source, *, progress: Progress | None = None) -> types.UploadPart:
-        """Adds a part. Parts may be sent in any order and at the same time."""
+        """Add a part. Parts may be sent in any order and at the same time."""
         part = dataclasses.replace(self.sender.sources.upload(data, progress), name="part", field="data")
         return await self.sender.send(endpoints.upload_add_part(id, part))
 
     @call
     async def complete(self, id: str, part_ids: Sequence[str], md5: str | None = None) -> types.Upload:
-        """Makes the file of these parts, in this order; it is the ``file`` of the result.
+        """Make the file of these parts, in this order; it is the ``file`` of the result.
 
         Args:
             md5: of the whole file, in hexadecimal; None is not checked.
@@ -220,7 +220,7 @@ class UploadsInParts(Resource[IO]):
 
     @call
     async def cancel(self, id: str) -> types.Upload:
-        """Ends an upload and removes its parts."""
+        """End an upload and remove its parts."""
         return await self.sender.send(endpoints.upload_cancel(id))
 
     @call
@@ -233,7 +233,7 @@ class UploadsInParts(Resource[IO]):
         wait: bool | float = False,
         progress: Progress | None = None,
     ) -> types.File:
-        """Sends a file to an upload that was begun, part by part, of which one is in memory at a time, and completes
+        """Send a file to an upload that was begun, part by part, of which one is in memory at a time, and complete
         it. Called again after it was interrupted, with the same ``part_bytes``, it sends only the parts that the server
         does not have.
 
@@ -274,7 +274,7 @@ class UploadsInParts(Resource[IO]):
 
 
 def _next_part(content: Any, size: int, start: int, whole: Any) -> tuple[bytes, str]:
-    """Reads and hashes the next part of a file, and returns it with its SHA-256."""
+    """Read and hash the next part of a file, and return it with its SHA-256."""
     pieces: list[bytes] = []
     while (left := size - sum(map(len, pieces))) and (piece := content.read(left)):
         pieces.append(piece)
@@ -301,7 +301,7 @@ class Caches(Collection[IO, types.Cache]):
         ttl: int | None = None,
         wait: bool | float = False,
     ) -> types.Cache:
-        """Caches ``text``, cut according to ``split``, or ``chunks`` as they are.
+        """Cache ``text``, cut according to ``split``, or ``chunks`` as they are.
 
         Args:
             split: ``fixed``, ``sentence``, ``paragraph``, ``section``, or ``{"mode", "tokens", "overlap"}``.
@@ -312,12 +312,12 @@ class Caches(Collection[IO, types.Cache]):
 
     @call
     async def retrieve(self, id: str) -> types.Cache | types.CacheChunk:
-        """Returns a cache (``group-...``) or one of its chunks (``cache-...``)."""
+        """Return a cache (``group-...``) or one of its chunks (``cache-...``)."""
         return await self.sender.send(endpoints.cache_retrieve(id))
 
     @call
     async def update(self, id: str, ttl: int | None) -> types.Cache:
-        """Sets a cache to expire in ``ttl`` seconds from now; None: never."""
+        """Set a cache to expire in ``ttl`` seconds from now; None: never."""
         return await self.sender.send(endpoints.update("caches", types.Cache, id, ttl))
 
 
@@ -338,7 +338,7 @@ class References(Collection[IO, types.Reference]):
         wait: bool | float = False,
         progress: Progress | None = None,
     ) -> types.Reference:
-        """Adds an image or a text. ``file``, ``wait`` and ``progress`` are as in ``files.create``."""
+        """Add an image or a text. ``file``, ``wait`` and ``progress`` are as in ``files.create``."""
         upload = self.sender.sources.upload(file, progress)
         request = endpoints.reference_write(id, upload, title, description, metadata, replace=False)
         return await self._create(request, wait)
@@ -355,7 +355,7 @@ class References(Collection[IO, types.Reference]):
         wait: bool | float = False,
         progress: Progress | None = None,
     ) -> types.Reference:
-        """Replaces a reference by a new version; arguments that are left out keep their values."""
+        """Replace a reference by a new version; arguments that are left out keep their values."""
         upload = self.sender.sources.upload(file, progress)
         request = endpoints.reference_write(id, upload, title, description, metadata, replace=True)
         return await self._create(request, wait)
@@ -368,12 +368,12 @@ class References(Collection[IO, types.Reference]):
         order: Order | None = None,
         kind: Literal["image", "text"] | None = None,
     ) -> tuple[PageRequest[types.Reference], str | None]:
-        """Lists the references by age, newest first. ``limit`` is the length of a page."""
+        """List the references by age, newest first. ``limit`` is the length of a page."""
         return self._pages(limit=limit, order=order, kind=kind), after
 
     @call
     async def content(self, id: str) -> bytes:
-        """Returns the bytes of the original."""
+        """Return the bytes of the original."""
         return await self.sender.send(endpoints.content("references", id))
 
     @call
@@ -386,7 +386,7 @@ class References(Collection[IO, types.Reference]):
         min_score: float | None = None,
         filter: Mapping[str, Any] | None = None,
     ) -> tuple[types.ReferenceHit, ...]:
-        """Returns the references most similar to a text, an image, or both, best first.
+        """Return the references most similar to a text, an image, or both, best first.
 
         Args:
             image: a path, or a data URL.
@@ -398,12 +398,12 @@ class References(Collection[IO, types.Reference]):
 
     @call
     async def index(self) -> types.ReferenceIndex:
-        """Returns the number of references that can be found, and of those still to be embedded; for administrators."""
+        """Return the number of references that can be found, and of those still to be embedded; for administrators."""
         return await self.sender.send(endpoints.reference_index())
 
     @call
     async def reindex(self) -> types.ReferenceIndex:
-        """Embeds references without a vector in the background; ``index`` reports the progress."""
+        """Embed references without a vector in the background; ``index`` reports the progress."""
         return await self.sender.send(endpoints.reference_index(start=True))
 
 
@@ -412,12 +412,12 @@ class Models(Resource[IO]):
 
     @call
     async def list(self) -> tuple[types.Model, ...]:
-        """Returns the served model, as the only one of a list."""
+        """Return the served model, as the only one of a list."""
         return (await self.sender.send(endpoints.get(ModelList, "models"))).data
 
     @call
     async def retrieve(self, id: str) -> types.Model:
-        """Returns the served model.
+        """Return the served model.
 
         Raises:
             ModelNotFound: another model is served.
@@ -448,7 +448,7 @@ class Completions(Resource[SyncIO]):
     def create(
         self, messages: Messages, *, stream: bool = False, **options: Unpack[ChatOptions]
     ) -> types.ChatCompletion | Stream:
-        """Answers a conversation.
+        """Answer a conversation.
 
         Args:
             messages: messages in OpenAI's format; a plain string is one message of the user.
@@ -475,7 +475,7 @@ class AsyncCompletions(Resource[AsyncIO]):
     async def create(
         self, messages: Messages, *, stream: bool = False, **options: Unpack[ChatOptions]
     ) -> types.ChatCompletion | AsyncStream:
-        """Answers a conversation; see ``Completions.create``."""
+        """Answer a conversation; see ``Completions.create``."""
         return await _answer(self.sender, AsyncStream, messages, stream, options)
 
 

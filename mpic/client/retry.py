@@ -38,7 +38,7 @@ class Retry:
     def wait(
         self, attempt: int, repeatable: bool, outcome: httpx.Response | httpx.RequestError
     ) -> float | None:
-        """Returns the seconds to wait before the next attempt; None to give up.
+        """Return the seconds to wait before the next attempt; None to give up.
 
         Args:
             attempt: 0 for the first.
@@ -59,7 +59,7 @@ class Retry:
 
 
 def retry_after(response: httpx.Response) -> float | None:
-    """Returns the seconds the server asks to wait; the header is a number of seconds or a date."""
+    """Return the seconds the server asks to wait; the header is a number of seconds or a date."""
     value = response.headers.get("retry-after")
     if value is None:
         return None

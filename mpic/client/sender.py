@@ -26,11 +26,11 @@ class Sender(Generic[IO]):
         self._retry = retry
 
     async def send(self, request: ApiRequest[T]) -> T:
-        """Sends a request and returns its result."""
+        """Send a request and return its result."""
         return request.result(await self._response(request, stream=False))
 
     async def stream(self, request: ApiRequest[Any]) -> httpx.Response:
-        """Sends a request and returns the response, whose body is not read yet."""
+        """Send a request and return the response, whose body is not read yet."""
         return await self._response(request, stream=True)
 
     async def _response(self, request: ApiRequest[Any], stream: bool) -> httpx.Response:

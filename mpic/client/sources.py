@@ -52,14 +52,14 @@ class Upload:
 
     @property
     def replayable(self) -> bool:
-        """Returns whether it can be read again from the start, so that a refused upload can be repeated."""
+        """Return whether it can be read again from the start, so that a refused upload can be repeated."""
         if isinstance(self.content, Path):
             return not self.content.is_fifo()
         return isinstance(self.content, bytes) or _seekable(self.content)
 
     @contextmanager
     def opened(self) -> Iterator[tuple[str, Any, str]]:
-        """Yields (name, bytes or file, MIME type), as httpx needs them."""
+        """Yield (name, bytes or file, MIME type), as httpx needs them."""
         kind = mimetypes.guess_type(self.name)[0] or "application/octet-stream"
         if isinstance(self.content, bytes) and self.progress is None:
             yield self.name, self.content, kind
@@ -69,7 +69,7 @@ class Upload:
 
     @contextmanager
     def read(self) -> Iterator[_Body]:
-        """Yields what is to be sent, as a file at its start."""
+        """Yield what is to be sent, as a file at its start."""
         if isinstance(self.content, Path):
             with self.content.open("rb") as file:
                 yield self._body(file)
@@ -81,7 +81,7 @@ class Upload:
 
 
 def _seekable(file: IO[bytes]) -> bool:
-    """Returns whether a file can be read from the start; one that only has ``read`` cannot."""
+    """Return whether a file can be read from the start; one that only has ``read`` cannot."""
     seekable = getattr(file, "seekable", None)
     return seekable is not None and seekable()
 
@@ -127,7 +127,7 @@ class _SizedBody(_Body):
         return self._size
 
     def read(self, size: int = -1) -> bytes:
-        """Reads no more than the size that was announced, though the file may have grown.
+        """Read no more than the size that was announced, though the file may have grown.
 
         Raises:
             ClientError: the file has become shorter.
@@ -144,7 +144,7 @@ class _SizedBody(_Body):
         return self._sent
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Goes to an offset. To find the end, nothing is read: what is compressed would have to be expanded."""
+        """Go to an offset. To find the end, nothing is read: what is compressed would have to be expanded."""
         self._sent = self._size if whence == os.SEEK_END else offset
         if self._sent < self._size:
             self._file.seek(self._sent)
@@ -167,7 +167,7 @@ class BodyStream(httpx.SyncByteStream, httpx.AsyncByteStream):
 
 
 def unicode_name(name: str) -> str:
-    """Returns a file's name as it can be sent and printed: what is not UTF-8 on the disk is replaced."""
+    """Return a file's name as it can be sent and printed: what is not UTF-8 on the disk is replaced."""
     return name.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -183,7 +183,7 @@ class Sources:
     local_files: bool = True
 
     def upload(self, source: Source, progress: Progress | None = None) -> Upload:
-        """Returns a file to upload.
+        """Return a file to upload.
 
         Raises:
             TypeError: it is not a file.
@@ -208,7 +208,7 @@ class Sources:
         return Upload(unicode_name(name), content, progress)
 
     def image(self, image: str | os.PathLike[str] | None) -> str | None:
-        """Returns a data URL as it is, and the image at a path as a data URL.
+        """Return a data URL as it is, and the image at a path as a data URL.
 
         Raises:
             InvalidImage: it is not a data URL of an image, and paths are not allowed.
@@ -221,14 +221,14 @@ class Sources:
 
 
 def data_url(source: str | os.PathLike[str]) -> str:
-    """Returns the file at a path as a data URL."""
+    """Return the file at a path as a data URL."""
     path = Path(source)
     mime = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
     return f"data:{mime};base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
 def image_data_url(value: Any, most: int | None = None) -> str:
-    """Returns the value if it is a data URL of an image; nothing is opened.
+    """Return the value if it is a data URL of an image; nothing is opened.
 
     Args:
         most: maximum length of the URL.

@@ -31,7 +31,7 @@ class _EventReader:
         self.done = self.closed = False
 
     def read(self, line: bytes) -> ChatCompletionChunk | None:
-        """Returns the chunk in a line, or None if the line has none for the caller."""
+        """Return the chunk in a line, or None if the line has none for the caller."""
         if not line.startswith(b"data:"):
             return None
         data = line[5:].strip()
@@ -50,12 +50,12 @@ class _EventReader:
         return chunk if chunk.choices or self.keep_usage else None
 
     def finish(self) -> None:
-        """Raises BadResponse unless the stream was complete or the caller has closed it."""
+        """Raise BadResponse unless the stream was complete or the caller has closed it."""
         if not self.done and not self.closed:
             raise BadResponse("the stream broke off before its end")
 
     def fail(self, exc: httpx.RequestError) -> None:
-        """Raises the error for an exception of httpx, unless the caller has closed the stream."""
+        """Raise the error for an exception of httpx, unless the caller has closed the stream."""
         if not self.closed:
             raise from_transport(exc, self.response.url) from exc
 
@@ -84,11 +84,11 @@ class Stream:
         return next(self._chunks)
 
     def texts(self) -> Iterator[str]:
-        """Yields the text of the first answer, piece by piece."""
+        """Yield the text of the first answer, piece by piece."""
         return (chunk.text for chunk in self if chunk.text)
 
     def close(self) -> None:
-        """Ends the stream; another thread may be reading it."""
+        """End the stream; another thread may be reading it."""
         self._events.closed = True
         try:
             self._chunks.close()
@@ -125,13 +125,13 @@ class AsyncStream:
         return await anext(self._chunks)
 
     async def texts(self) -> AsyncIterator[str]:
-        """Yields the text of the first answer, piece by piece."""
+        """Yield the text of the first answer, piece by piece."""
         async for chunk in self:
             if chunk.text:
                 yield chunk.text
 
     async def close(self) -> None:
-        """Ends the stream; another task may be reading it."""
+        """End the stream; another task may be reading it."""
         self._events.closed = True
         await self._events.response.aclose()
         with suppress(RuntimeError):  # another task is in the generator, which ends with the connection
@@ -181,7 +181,7 @@ async def _aread(events: _EventReader) -> AsyncGenerator[ChatCompletionChunk, No
 
 
 def _hang_up(response: httpx.Response) -> None:
-    """Ends the connection of a response. Closing its socket would not wake a thread that is reading."""
+    """End the connection of a response. Closing its socket would not wake a thread that is reading."""
     network = response.extensions.get("network_stream")
     connection = network.get_extra_info("socket") if network is not None else None
     if connection is not None:

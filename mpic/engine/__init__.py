@@ -24,7 +24,7 @@ def load_engine(
     host_bytes: int | None = None,
     proofs: Proofs | None = None,
 ) -> tuple[Engine, Any]:
-    """Loads the configured model and starts an engine on it.
+    """Load the configured model and start an engine on it.
 
     Args:
         host_bytes: host memory that the vllm engine may use for chunk files; None: its own choice. For the native
@@ -100,7 +100,7 @@ def _load_native(config: EngineConfig, store: ChunkStore | None, proofs: Proofs 
 
 
 def _staging(config: EngineConfig, device: str) -> Staging | None:
-    """Returns the size of the ring that chunks are read through; None on a device that has none."""
+    """Return the size of the ring that chunks are read through; None on a device that has none."""
     from mpic.kv.staging import SLOTS, staging_for
 
     if device == "cuda":

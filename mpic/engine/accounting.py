@@ -35,7 +35,7 @@ class Arrivals:
         return self._entered.total()
 
     def enter(self, user: str) -> None:
-        """Registers an arriving request. Raises QueueFull when the maximum number of requests is waiting already, and
+        """Register an arriving request. Raise QueueFull when the maximum number of requests is waiting already, and
         the user has his share of it."""
         with self._lock:
             limit = self._limit()
@@ -58,7 +58,7 @@ class Arrivals:
 def segment_shapes(
     segments: Sequence[Segment], chunk_sizes: Iterable[tuple[int, int]], policy: Policy
 ) -> list[SegmentShape]:
-    """Returns the shapes of segments, from which ``make_plan`` lays out a prompt.
+    """Return the shapes of segments, from which ``make_plan`` lays out a prompt.
 
     Args:
         chunk_sizes: tokens and rotary positions of each chunk, in prompt order.
@@ -75,14 +75,14 @@ def segment_shapes(
 
 
 def count_prompt(usage: GenerationUsage, plan: LinkPlan) -> None:
-    """Sets the prompt token counts of a usage from the plan of the prompt."""
+    """Set the prompt token counts of a usage from the plan of the prompt."""
     usage.prompt_tokens = plan.length
     usage.reused = plan.length - plan.own
     usage.recomputed = sum(place.length for place in plan.places) - usage.reused
 
 
 def count_answer(counters: Counter[str], usage: GenerationUsage, reason: str) -> None:
-    """Adds a request that ended without an error to an engine's counters ``finished_*`` and ``tokens_*``."""
+    """Add a request that ended without an error to an engine's counters ``finished_*`` and ``tokens_*``."""
     counters[f"finished_{reason}"] += 1
     if usage.ttft_ms:
         counts = {"requested": usage.prompt_tokens, "reused": usage.found, "computed": usage.spent}
@@ -91,7 +91,7 @@ def count_answer(counters: Counter[str], usage: GenerationUsage, reason: str) ->
 
 
 def oversized_chunk(tokens: int, sink: int, context: int, prompt_tokens: int) -> ContextLengthExceeded:
-    """Returns the error for a chunk that does not fit a model's context behind its sink tokens."""
+    """Return the error for a chunk that does not fit a model's context behind its sink tokens."""
     return ContextLengthExceeded(
         f"a chunk has {tokens} tokens{f' and {sink} before it' if sink else ''}; the model's context is {context}",
         prompt_tokens=prompt_tokens,

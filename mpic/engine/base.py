@@ -78,11 +78,11 @@ class Retrieval(ABC):
 
     @abstractmethod
     def search(self, call: str) -> SearchResult:
-        """Searches for the query of the model's call. An MPICError becomes the round's ``error``."""
+        """Search for the query of the model's call. An MPICError becomes the round's ``error``."""
 
     @abstractmethod
     def insert(self, hits: Sequence[Hit], number: int) -> tuple[Segment, ...]:
-        """Returns the segments that the model reads after its call. They must depend on the arguments alone.
+        """Return the segments that the model reads after its call. They must depend on the arguments alone.
 
         Args:
             hits: the references that fit; fewer than were found, or none.
@@ -234,23 +234,23 @@ class GenerationUsage:
 
     @property
     def found(self) -> int:
-        """Returns the reused tokens of chunks that had been compiled before this request."""
+        """Return the reused tokens of chunks that had been compiled before this request."""
         return self.reused - linked_at_once(self.chunks)
 
     @property
     def saved(self) -> int:
-        """Returns the tokens of the prompt that were not computed for this request."""
+        """Return the tokens of the prompt that were not computed for this request."""
         return self.found + self.prefix_hit
 
     @property
     def spent(self) -> int:
-        """Returns the other tokens of the prompt: those that were computed in it, or in its chunks when these were
+        """Return the other tokens of the prompt: those that were computed in it, or in its chunks when these were
         compiled."""
         return self.prompt_tokens - self.saved
 
 
 def linked_at_once(chunks: Iterable[ChunkUse]) -> int:
-    """Returns how many tokens were linked from chunks that had only then been compiled."""
+    """Return how many tokens were linked from chunks that had only then been compiled."""
     return sum(chunk.reused for chunk in chunks if chunk.tier == "compiled")
 
 
@@ -264,7 +264,7 @@ class GenerationStream(Protocol):
     def __aiter__(self) -> AsyncIterator[Delta]: ...
 
     def abort(self) -> None:
-        """Ends the request; its pages are freed before the next step. Safe to call twice and after the end."""
+        """End the request; its pages are freed before the next step. Safe to call twice and after the end."""
         ...
 
 
@@ -279,27 +279,27 @@ class Engine(ABC):
     provides: frozenset[Need] = PROVIDES["native"]
 
     def supports(self, policy: Policy | type[Policy]) -> bool:
-        """Returns whether requests may name the policy; those it does not support are not offered."""
+        """Return whether requests may name the policy; those it does not support are not offered."""
         return policy.needs() <= self.provides
 
     def policies(self) -> list[str]:
-        """Returns the names of the policies that it supports, as users write them."""
+        """Return the names of the policies that it supports, as users write them."""
         return [policy.syntax for policy in POLICIES if self.supports(policy)]
 
     def presses(self) -> list[str]:
-        """Returns the names of the presses that can compress chunks of its model, as users write them."""
+        """Return the names of the presses that can compress chunks of its model, as users write them."""
         return []
 
     @abstractmethod
     def submit(self, request: GenerationRequest) -> GenerationStream:
-        """Queues a request. Raises a BadRequest at once when the request is known to fail without computing
+        """Queue a request. Raise a BadRequest at once when the request is known to fail without computing
         anything."""
 
     @abstractmethod
     def compile(
         self, chunk: Chunk, wrapping: Wrapping = BARE, exists: Callable[[], object] | None = None
     ) -> Future[int]:
-        """Compiles a chunk and stores it. The result of the future is the chunk's token count, or an error: one that is
+        """Compile a chunk and store it. The result of the future is the chunk's token count, or an error: one that is
         no MPICError is for the log, and not for users.
 
         Args:
@@ -308,28 +308,28 @@ class Engine(ABC):
         """
 
     def prefetch(self, chunk: Chunk, wrapping: Wrapping = BARE) -> None:  # noqa: B027 - a hint may be ignored
-        """Hints that a chunk may be linked soon: its stored KV may be brought to the device. Never waits, and never
+        """Hint that a chunk may be linked soon: its stored KV may be brought to the device. Never waits, and never
         raises for a chunk that is not stored."""
 
     @abstractmethod
     def forget(self, *chunks: Chunk) -> None:
-        """Drops deleted chunks, together with everything linked with them in the linked prefix namespace. All of them
+        """Drop deleted chunks, together with everything linked with them in the linked prefix namespace. All of them
         are invisible to new requests at once, and each is freed when no running request links it. Of none it does
         nothing."""
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
-        """Returns counters and gauges: queue length, running, pages by state, tokens, hits over requests, evictions."""
+        """Return counters and gauges: queue length, running, pages by state, tokens, hits over requests, evictions."""
 
     def ready(self) -> None:
-        """Raises EngineStopped, or another Unavailable, when no request would be answered."""
+        """Raise EngineStopped, or another Unavailable, when no request would be answered."""
         return
 
     @abstractmethod
     def check(self) -> None:
-        """Verifies every invariant that can be verified while idle. Raises IntegrityError."""
+        """Verify every invariant that can be verified while idle. Raise IntegrityError."""
 
     @abstractmethod
     def close(self) -> None:
-        """Stops the engine: finishes the running step, fails waiting requests with EngineStopped, and writes unsaved
+        """Stop the engine: finish the running step, fail waiting requests with EngineStopped, and write unsaved
         chunks."""

@@ -12,14 +12,14 @@ from mpic.prompt.segments import Prompt, TextSegment
 
 
 def check_prompt(prompt: Prompt) -> None:
-    """Raises EmptyPrompt when a prompt does not end with text of its own, after which an answer could begin."""
+    """Raise EmptyPrompt when a prompt does not end with text of its own, after which an answer could begin."""
     last = prompt.segments[-1] if prompt.segments else None
     if not isinstance(last, TextSegment) or len(last) == 0:
         raise EmptyPrompt("a prompt must end with text of its own", param="messages")
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Refuses sampling parameters that are out of range.
+    """Refuse sampling parameters that are out of range.
 
     Raises:
         UnsupportedParameter: names the parameter.
@@ -37,7 +37,7 @@ def check_sampling(sampling: Sampling) -> None:
 
 
 def check_grammar(request: GenerationRequest) -> None:
-    """Refuses options that an answer with a grammar cannot follow.
+    """Refuse options that an answer with a grammar cannot follow.
 
     Raises:
         UnsupportedParameter: names the option.
@@ -57,7 +57,7 @@ def check_grammar(request: GenerationRequest) -> None:
 
 
 def check_context(length: int, asked: int | None, context: int) -> None:
-    """Refuses a prompt that does not fit a model together with its answer.
+    """Refuse a prompt that does not fit a model together with its answer.
 
     Args:
         length: tokens of the prompt.
@@ -78,7 +78,7 @@ def check_context(length: int, asked: int | None, context: int) -> None:
 
 
 def check_extends(plan: LinkPlan, shorter: LinkPlan, policy: Policy) -> None:
-    """Raises UnsupportedParameter when adding references to a request would change the part of its plan that has
+    """Raise UnsupportedParameter when adding references to a request would change the part of its plan that has
     already been computed."""
     if not plan.extends(shorter):
         raise UnsupportedParameter(
@@ -88,7 +88,7 @@ def check_extends(plan: LinkPlan, shorter: LinkPlan, policy: Policy) -> None:
 
 
 def as_failure(error: BaseException) -> MPICError:
-    """Converts any exception to an error of ``mpic.errors``."""
+    """Convert any exception to an error of ``mpic.errors``."""
     if isinstance(error, MPICError):
         return error
     short = as_shortage(error)
@@ -96,7 +96,7 @@ def as_failure(error: BaseException) -> MPICError:
 
 
 def as_shortage(error: BaseException) -> BaseException:
-    """Returns OutOfMemory in place of an error that reports exhausted memory; others as they are."""
+    """Return OutOfMemory in place of an error that reports exhausted memory; others as they are."""
     if isinstance(error, MPICError) or not memory.is_exhaustion(error):
         return error
     short = OutOfMemory("the server does not have enough memory for this request now")

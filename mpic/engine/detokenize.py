@@ -35,7 +35,7 @@ class Detokenizer:
         return self.stop is not None
 
     def push(self, token: int) -> str:
-        """Returns the text that is final with this token. Sets ``stop`` when a stop string is complete."""
+        """Return the text that is final with this token. Set ``stop`` when a stop string is complete."""
         if self._tokenizer is None:
             return ""
         self._ids.append(token)
@@ -48,7 +48,7 @@ class Detokenizer:
         return self._release(after[len(before) :])
 
     def finish(self) -> str:
-        """Returns the text that was held back, at the end of generation."""
+        """Return the text that was held back, at the end of generation."""
         if self._tokenizer is None or self.stopped:
             return ""
         before = self._decode(self._ids[self._start : self._read])
@@ -76,7 +76,7 @@ class Detokenizer:
         return text[: len(text) - keep]
 
     def _restart(self) -> None:
-        """Forgets the text so far; the text that follows is decoded independently of it."""
+        """Forget the text so far; the text that follows is decoded independently of it."""
         self._ids, self._start, self._read, self._held = [], 0, 0, ""
         self._watches = [_StopSearch(watch.stop) for watch in self._watches]
         self.stop = None
@@ -97,7 +97,7 @@ class _StopSearch:
         self._shorter = [0, 0]
 
     def push(self, text: str) -> int | None:
-        """Takes in more text. Returns how much of it precedes the end of the stop string, if that is complete."""
+        """Take in more text. Return how much of it precedes the end of the stop string, if that is complete."""
         for at, letter in enumerate(text, 1):
             self.seen = self._next(self.seen, letter)
             if self.seen == len(self.stop):
@@ -148,7 +148,7 @@ class CallDetokenizer(Detokenizer):
         return text
 
     def finish(self) -> str:
-        """Returns the text that was held back. A call that was never closed is not shown either."""
+        """Return the text that was held back. A call that was never closed is not shown either."""
         return "" if self._open_call is not None else super().finish()
 
     def _close(self) -> None:
@@ -168,7 +168,7 @@ class _Raw(Detokenizer):
 
 
 def detokenizer_for(tokenizer: Any, request: GenerationRequest) -> Detokenizer:
-    """Returns the detokenizer of a request's answer.
+    """Return the detokenizer of a request's answer.
 
     Raises:
         UnsupportedParameter: the request wants retrieval, and calls cannot be found without text or markers.
@@ -191,7 +191,7 @@ class Detokenized(NamedTuple):
 
 
 def detokenize(detokenizer: Detokenizer, token: int, ends: bool) -> Detokenized:
-    """Reads the next token of an answer.
+    """Read the next token of an answer.
 
     Args:
         ends: True for a token that ends answers. Such a token may close a call first, and adds no text.

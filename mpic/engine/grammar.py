@@ -27,7 +27,7 @@ FEW = 8
 
 @cache
 def limits() -> LLParserLimits:
-    """Returns the limits of llguidance, which bound the steps of compiling a grammar and of each token (mostly to some
+    """Return the limits of llguidance, which bound the steps of compiling a grammar and of each token (mostly to some
     20 ms). Less than its own: the states of a lexer (250,000 take hundreds of megabytes), and what errors say (they
     repeat the answer)."""
     from llguidance import LLParserLimits
@@ -55,7 +55,7 @@ class Constraint:
         self.matcher = matcher
 
     def take(self, token: int) -> bool:
-        """Takes the answer's next token; returns whether the answer is complete, so that nothing can follow.
+        """Take the answer's next token; return whether the answer is complete, so that nothing can follow.
 
         Raises:
             GrammarTooComplex: llguidance has given up.
@@ -85,7 +85,7 @@ class Constraints:
         self._executor: LLExecutor | None = None
 
     def begin(self, grammar: Grammar) -> Constraint:
-        """Compiles a grammar for an answer.
+        """Compile a grammar for an answer.
 
         Raises:
             InvalidGrammar: it cannot be followed; ``param`` is the field to blame.
@@ -106,7 +106,7 @@ class Constraints:
         )
 
     def mask(self, answers: Sequence[Constraint | None]) -> torch.Tensor | None:
-        """Returns the tokens that each answer allows next, ``[answers, words]`` int32 on the CPU with 32 tokens in a
+        """Return the tokens that each answer allows next, ``[answers, words]`` int32 on the CPU with 32 tokens in a
         word, the first in its lowest bit; None when no answer has a grammar."""
         rows = [(one.matcher, row) for row, one in enumerate(answers) if one is not None]
         if not rows or self._tokenizer is None:
@@ -123,7 +123,7 @@ class Constraints:
         return mask
 
     def _of_tokens(self, param: str) -> LLTokenizer:
-        """Returns the model's tokens as llguidance wants them, made when the first grammar comes."""
+        """Return the model's tokens as llguidance wants them, made when the first grammar comes."""
         if self._tokenizer is None:
             from llguidance.hf import from_tokenizer  # imports transformers
 
@@ -139,7 +139,7 @@ class Constraints:
 
 
 def _reason(error: str) -> str:
-    """Returns what is wrong, without the grammar that llguidance repeats and the place in it."""
+    """Return what is wrong, without the grammar that llguidance repeats and the place in it."""
     first, *rest = error.splitlines() or [""]
     at, colon, what = first.partition("): ")
     told = [line for line in rest if line.startswith("error: ")]  # of a regular expression

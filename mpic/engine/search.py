@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def search(retrieval: Retrieval, call: str) -> SearchResult:
-    """Runs a search. A search that fails returns no references and the reason."""
+    """Run a search. A search that fails returns no references and the reason."""
     try:
         return retrieval.search(call)
     except Exception as error:
@@ -25,7 +25,7 @@ def search(retrieval: Retrieval, call: str) -> SearchResult:
 
 
 def linkable(found: SearchResult, link: Callable[[Hit], None]) -> tuple[list[Hit], str | None]:
-    """Returns the hits that can be linked, without those that were deleted meanwhile or cannot be read, and the code of
+    """Return the hits that can be linked, without those that were deleted meanwhile or cannot be read, and the code of
     the error, if there was one."""
     hits, error = [], found.error
     for hit in found.hits:
@@ -44,7 +44,7 @@ def insert(
     rounds: Sequence[RetrievalRound],
     extend: Callable[[tuple[Segment, ...]], T],
 ) -> tuple[list[Hit], T | None, str | None]:
-    """Inserts as many of the hits after a call as fit, the best first.
+    """Insert as many of the hits after a call as fit, the best first.
 
     Args:
         rounds: number of the request's searches so far.
@@ -68,7 +68,7 @@ def insert(
 
 
 def ended(found: SearchResult, hits: Sequence[Hit], at: int, error: str | None) -> RetrievalRound:
-    """Returns the record of a search that has ended.
+    """Return the record of a search that has ended.
 
     Args:
         hits: the hits that were inserted.
@@ -80,7 +80,7 @@ def ended(found: SearchResult, hits: Sequence[Hit], at: int, error: str | None) 
 
 
 def count(counters: Counter[str], round: RetrievalRound) -> None:
-    """Adds a search to an engine's counters ``retrieval_*``."""
+    """Add a search to an engine's counters ``retrieval_*``."""
     counters["retrieval_rounds"] += 1
     counters["retrieval_references"] += len(round.citations)
     counters["retrieval_tokens"] += round.tokens

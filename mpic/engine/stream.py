@@ -45,7 +45,7 @@ class DeltaStream:
         return self._written - self._read > UNREAD // 2
 
     def put(self, item: Delta | BaseException) -> None:
-        """Gives the reader its next delta. An exception, or a delta with a finish reason, ends the stream."""
+        """Give the reader its next delta. An exception, or a delta with a finish reason, ends the stream."""
         if self._closed:
             return
         self._closed = _is_last(item)
@@ -91,7 +91,7 @@ class DeltaStream:
         return item
 
     def result(self) -> Delta:
-        """Waits for the end. Returns the whole answer as one Delta."""
+        """Wait for the end. Return the whole answer as one Delta."""
         text, ids, logprobs, delta = [], [], [], Delta("")
         for delta in self:
             text.append(delta.text)

@@ -25,7 +25,7 @@ class Tombstones:
         self._unfinished: list[float] = []  # times of arrival, ascending
 
     def begin(self, arrived: float | None = None) -> float:
-        """Registers something that uses chunks. Returns its time of arrival; ``end`` must follow once.
+        """Register something that uses chunks. Return its time of arrival; ``end`` must follow once.
 
         Args:
             arrived: the time of arrival of what it is done for, which is unfinished but may end before it. None: now.
@@ -37,7 +37,7 @@ class Tombstones:
             return arrived
 
     def begin_existing(self, exists: Callable[[], object] | None) -> float:
-        """Registers something that uses what ``exists`` does not raise for: a deletion after that is noticed."""
+        """Register something that uses what ``exists`` does not raise for: a deletion after that is noticed."""
         arrived = self.begin()
         try:
             if exists is not None:
@@ -48,7 +48,7 @@ class Tombstones:
         return arrived
 
     def end(self, arrived: float) -> None:
-        """Ends what ``begin`` has registered, and returned this time for."""
+        """End what ``begin`` has registered, and returned this time for."""
         with self._lock:
             del self._unfinished[bisect_left(self._unfinished, arrived)]
             oldest = self._unfinished[0] if self._unfinished else math.inf
@@ -56,7 +56,7 @@ class Tombstones:
                 self._times.popitem(last=False)
 
     def mark(self, chunk: Chunk) -> None:
-        """Records that a chunk is deleted now."""
+        """Record that a chunk is deleted now."""
         name = chunk.owner, chunk.key
         with self._lock:
             if self._unfinished:
@@ -64,7 +64,7 @@ class Tombstones:
                 self._times.move_to_end(name)
 
     def since(self, arrived: float, owner: str, chunk: ChunkKey) -> bool:
-        """Returns whether the chunk has been deleted since ``arrived``."""
+        """Return whether the chunk has been deleted since ``arrived``."""
         with self._lock:
             return self._times.get((owner, chunk), 0.0) >= arrived
 

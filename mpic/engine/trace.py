@@ -26,7 +26,7 @@ class TracedChunk(Protocol):
 
 
 def chunk_uses(plan: LinkPlan, linked: Sequence[TracedChunk], token_bytes: int) -> tuple[ChunkUse, ...]:
-    """Returns the use of each chunk, in prompt order.
+    """Return the use of each chunk, in prompt order.
 
     Args:
         token_bytes: bytes of the KV of one token.
@@ -56,7 +56,7 @@ class _PromptRange(NamedTuple):
 def trace(
     segments: Sequence[Segment], plan: LinkPlan, linked: Sequence[TracedChunk], hit: int
 ) -> tuple[TraceSpan, ...]:
-    """Returns spans that tile ``[0, prompt tokens)`` in prompt order; see ``TraceSpan``.
+    """Return spans that tile ``[0, prompt tokens)`` in prompt order; see ``TraceSpan``.
 
     The request's own tokens are computed, except the first ``hit`` of them. Parts of chunks that the plan maps have
     the state of the tier they came from.

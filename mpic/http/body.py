@@ -13,7 +13,7 @@ COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",",
 
 
 def parse(body: bytes | bytearray, bounds: Bounds | None = None) -> Any:
-    """Returns the value of a JSON text.
+    """Return the value of a JSON text.
 
     Raises:
         BadRequest: it is not UTF-8, is nested too deeply, or holds half of a surrogate pair or a number with too many
@@ -34,7 +34,7 @@ def parse(body: bytes | bytearray, bounds: Bounds | None = None) -> Any:
 
 
 def write(value: Any, depth: int = 5) -> str:
-    """Returns a value as compact JSON, like ``JSONResponse``. Raises ValueError if a number is not finite.
+    """Return a value as compact JSON, like ``JSONResponse``. Raise ValueError if a number is not finite.
 
     It is for threads. The encoder holds the interpreter's lock until it returns, which would take seconds for the
     log-probabilities of a long answer. So containers are written element by element down to ``depth``, and other

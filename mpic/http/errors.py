@@ -49,7 +49,7 @@ Place = tuple[int | str, ...]
 
 
 def install(app: FastAPI) -> None:
-    """Registers the handlers that turn exceptions into bodies."""
+    """Register the handlers that turn exceptions into bodies."""
     app.add_exception_handler(MPICError, _any_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -71,7 +71,7 @@ class _FailureCounts:
         self._kinds: dict[str, tuple[int, int, float]] = {}  # count, count and time when the log was written
 
     def count(self, kind: str) -> tuple[int, int]:
-        """Counts a failure; returns how many of its kind there were, and for how many of them a line is due: for the
+        """Count a failure; return how many of its kind there were, and for how many of them a line is due: for the
         first, then whenever their number has doubled, and for those of each further minute."""
         now = self._clock()
         with self._lock:
@@ -87,7 +87,7 @@ _failures = _FailureCounts()
 
 
 def as_mpic_error(exc: BaseException) -> MPICError:
-    """Returns the error to show for any exception (``shown_for``), and logs what an operator must know."""
+    """Return the error to show for any exception (``shown_for``), and log what an operator must know."""
     error = shown_for(exc)
     if error is exc and error.status < 500:
         return error
@@ -108,7 +108,7 @@ def as_mpic_error(exc: BaseException) -> MPICError:
 
 
 def shown_for(exc: BaseException) -> MPICError:
-    """Returns the error to show for any exception: an MPICError as it is, everything else as an internal error."""
+    """Return the error to show for any exception: an MPICError as it is, everything else as an internal error."""
     if isinstance(exc, MPICError) and type(exc) is not MPICError:
         return exc
     if memory.is_exhaustion(exc):
@@ -123,7 +123,7 @@ def response(error: MPICError, headers: dict[str, str] | None = None) -> JSONRes
 
 
 def _headers(error: MPICError) -> dict[str, str]:
-    """Returns the headers that belong to the status."""
+    """Return the headers that belong to the status."""
     if isinstance(error, Unauthorized):
         return {"WWW-Authenticate": "Bearer"}
     if isinstance(error, RangeNotSatisfiable):
@@ -147,7 +147,7 @@ async def _client_gone(request: Request, exc: Exception) -> Response:
 
 
 async def _http_error(request: Request, exc: Exception) -> Response:
-    """Handles Starlette's own errors: unknown routes, wrong methods, bodies that cannot be parsed."""
+    """Handle Starlette's own errors: unknown routes, wrong methods, bodies that cannot be parsed."""
     assert isinstance(exc, HTTPException)
     cause = exc.__cause__  # one of our errors, if it was raised while FastAPI read the body
     if cause is not None and (isinstance(cause, MPICError | OSError) or memory.is_exhaustion(cause)):
@@ -172,7 +172,7 @@ async def _http_error(request: Request, exc: Exception) -> Response:
 
 
 def _allowed(request: Request) -> str:
-    """Returns all methods of the matching path with the fewest parameters, since each route knows only its own
+    """Return all methods of the matching path with the fewest parameters, since each route knows only its own
     methods."""
     found = [
         r for r in request.app.routes if isinstance(r, Route) and r.matches(request.scope)[0] != Match.NONE
@@ -187,13 +187,13 @@ async def _validation_error(request: Request, exc: Exception) -> JSONResponse:
 
 
 def invalid(error: ValidationError, body: Any, chat: bool) -> MPICError:
-    """Returns the error to report for a body that does not fit its model; see ``from_validation``."""
+    """Return the error to report for a body that does not fit its model; see ``from_validation``."""
     found = [{**e, "loc": ("body", *e["loc"])} for e in error.errors(include_url=False)]
     return from_validation(found, body, chat)
 
 
 def from_validation(errors: Sequence[Any], body: Any, chat: bool) -> MPICError:
-    """Returns the error to report for a malformed request: unsupported parameters first, then the deepest field.
+    """Return the error to report for a malformed request: unsupported parameters first, then the deepest field.
 
     Args:
         chat: the request is a chat completion, for whose fields ``OPENAI_FIELDS`` gives reasons.
@@ -273,7 +273,7 @@ EXPECTED = {
 
 
 def _expected(error: Any) -> str | None:
-    """Returns what stands in place of a value of a wrong type; None if something else is wrong."""
+    """Return what stands in place of a value of a wrong type; None if something else is wrong."""
     kind, context = error["type"], error.get("ctx", {})
     if kind == "literal_error":
         return "false" if context["expected"] == "False" else context["expected"]
@@ -313,7 +313,7 @@ def _units(kind: str) -> str:
 
 
 def _unsupported(error: Any, place: Place, chat: bool) -> tuple[Place, str] | None:
-    """Returns the unsupported parameter that an error is about, and the reason if one is known; None if the error is
+    """Return the unsupported parameter that an error is about, and the reason if one is known; None if the error is
     about something else. Fields elsewhere may have the names of ``OPENAI_FIELDS``, such as metadata of references in a
     filter."""
     field = None
@@ -337,7 +337,7 @@ def _place(error: Any, body: Any) -> Place:
 
 
 def _find(loc: Place, at: Any, error: Any) -> Place | None:
-    """Returns the path from ``at`` to the value of an error; None if there is none. The location has further parts,
+    """Return the path from ``at`` to the value of an error; None if there is none. The location has further parts,
     pydantic's names of the types of unions, which may also be names of fields: what the path leads to decides."""
     if not loc:
         return () if at is error["input"] and error["type"] != "missing" else None

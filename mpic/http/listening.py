@@ -9,7 +9,7 @@ from mpic.http.hosts import is_loopback
 
 
 def bind(host: str, port: int, has_keys: bool = False) -> socket.socket:
-    """Returns a bound socket. Without API keys only loopback addresses are accepted.
+    """Return a bound socket. Without API keys only loopback addresses are accepted.
 
     Raises:
         ConfigError: the address cannot be used.
@@ -35,6 +35,6 @@ def bind(host: str, port: int, has_keys: bool = False) -> socket.socket:
 
 
 def url_of(sock: socket.socket) -> str:
-    """Returns the address of a bound socket."""
+    """Return the address of a bound socket."""
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -21,7 +21,7 @@ WAITING = b": waiting\n\n"
 
 
 def event(body: dict[str, Any], name: str = "") -> bytes:
-    """Returns an event. JSON has no raw line breaks, so one ``data:`` line is enough."""
+    """Return an event. JSON has no raw line breaks, so one ``data:`` line is enough."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
@@ -33,7 +33,7 @@ class ClientDisconnected(Exception):
 async def while_connected(
     request: Request, work: Awaitable[T], end: Callable[[], object] = lambda: None
 ) -> T:
-    """Returns the result of ``work``. Raises ClientDisconnected as soon as the client closes the connection.
+    """Return the result of ``work``. Raise ClientDisconnected as soon as the client closes the connection.
 
     The request's body must have been read, so that nothing but the disconnect can still arrive.
 
@@ -55,7 +55,7 @@ async def while_connected(
 
 
 async def disconnected(request: Request) -> None:
-    """Waits until the client has closed the connection; the body of its request must have been read."""
+    """Wait until the client has closed the connection; the body of its request must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

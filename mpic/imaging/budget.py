@@ -59,7 +59,7 @@ class Budget:
 
     @contextmanager
     def taken(self, size: int, capacity: int, patient: bool = False) -> Iterator[None]:
-        """Waits for its turn and for ``size`` bytes, and holds them inside the block.
+        """Wait for its turn and for ``size`` bytes, and hold them inside the block.
 
         Args:
             size: number of bytes; a caller that asks for more than ``capacity`` runs alone.
@@ -100,15 +100,15 @@ class Budget:
 
     @property
     def waiting(self) -> int:
-        """Returns the number of callers that wait."""
+        """Return the number of callers that wait."""
         return len(self._line)
 
     def _next(self) -> _Ticket:
-        """Returns the caller whose turn it is."""
+        """Return the caller whose turn it is."""
         return min(self._line, key=lambda one: (self._inside[one.user], self._turns.get(one.user, 0)))
 
     def _forget(self, user: str) -> None:
-        """Forgets a user who neither waits nor is inside."""
+        """Forget a user who neither waits nor is inside."""
         if not self._inside[user]:
             del self._inside[user]
             if all(one.user != user for one in self._line):

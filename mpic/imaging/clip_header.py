@@ -16,7 +16,7 @@ MOST_PARTS = 400_000
 
 
 def container(head: bytes) -> str | None:
-    """Returns the name of the video container that a file begins as (16 bytes are enough), or None."""
+    """Return the name of the video container that a file begins as (16 bytes are enough), or None."""
     if head[4:8] == b"ftyp" and head[8:12] not in STILL_BRANDS:
         return "MP4 or QuickTime"
     if head.startswith(b"RIFF") and head[8:12] == b"AVI ":
@@ -55,7 +55,7 @@ def movie_seconds(data: bytes) -> float:
 
 
 def _boxes(data: bytes, at: int, end: int) -> Iterator[tuple[bytes, int, int]]:
-    """Yields type, begin and end of the boxes of an MP4 (ISO/IEC 14496-12, section 4.2)."""
+    """Yield type, begin and end of the boxes of an MP4 (ISO/IEC 14496-12, section 4.2)."""
     for _ in range(MOST_PARTS):
         if at + 8 > end:
             return
@@ -119,5 +119,5 @@ def _frames_of_gif(data: bytes) -> int:
 
 
 def _colours(flags: int) -> int:
-    """Returns the bytes of a GIF's table of colours."""
+    """Return the bytes of a GIF's table of colours."""
     return 3 << (1 + (flags & 7)) if flags & 0x80 else 0

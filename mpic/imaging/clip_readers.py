@@ -69,7 +69,7 @@ class ClipReader(NamedTuple):
 
 @contextmanager
 def reader(data: bytes) -> Iterator[ClipReader]:
-    """Opens a clip.
+    """Open a clip.
 
     Raises:
         InvalidVideo: the file is none.

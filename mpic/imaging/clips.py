@@ -80,7 +80,7 @@ class Clip(NamedTuple):
 
 @contextmanager
 def _opened(data: bytes, rules: ClipRules) -> Iterator[ClipReader]:
-    """Opens a clip within the rules.
+    """Open a clip within the rules.
 
     Raises:
         VideoTooLarge: its frames have more pixels than the rules allow; known before one is decoded.
@@ -105,7 +105,7 @@ def _opened(data: bytes, rules: ClipRules) -> Iterator[ClipReader]:
 
 
 def facts(data: bytes, rules: ClipRules) -> ClipFacts:
-    """Decode a whole clip, frame by frame, and return its facts. Raises as ``_opened``."""
+    """Decode a whole clip, frame by frame, and return its facts. Raise as ``_opened``."""
     with _opened(data, rules) as found:
         count, first, last, size = 0, None, None, (0, 0)
         for count, shown in enumerate(found.walk, 1):
@@ -144,7 +144,7 @@ def _is_damaged(found: ClipReader, count: int, seconds: float) -> bool:
 def frames(
     data: bytes, rules: ClipRules, indices: Sequence[int], size: tuple[int, int] | None = None
 ) -> Iterator[bytes]:
-    """Yields the frames of these numbers, which ascend, as ``height * width * 3`` bytes each.
+    """Yield the frames of these numbers, which ascend, as ``height * width * 3`` bytes each.
 
     Args:
         size: width and height that every frame must have; left out: those of the first one.
@@ -191,7 +191,7 @@ def _too_long(rules: ClipRules) -> VideoTooLarge:
 
 
 def _rate(claimed: float, measured: float) -> float:
-    """Returns frames a second, from what a file says (exact, or nonsense) and the times of its frames (rounded)."""
+    """Return frames a second, from what a file says (exact, or nonsense) and the times of its frames (rounded)."""
     good = math.isfinite(claimed) and 0 < claimed <= MOST_RATE
     if not math.isfinite(measured) or measured <= 0:
         return claimed if good else USUAL_RATE

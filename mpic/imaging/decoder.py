@@ -65,7 +65,7 @@ class Decoder:
         self.workers = WorkerPool()
 
     def identify(self, data: bytes, rules: ImageRules, budget: int) -> Identity:
-        """Returns the size and the digest of an image.
+        """Return the size and the digest of an image.
 
         Args:
             budget: bytes that all decoding may take at a time.
@@ -79,7 +79,7 @@ class Decoder:
         return self._run("identify", data, rules, budget)
 
     def decode(self, data: bytes, rules: ImageRules, budget: int) -> Image.Image:
-        """Returns the image, upright and in RGB. The caller must drop it before it decodes another.
+        """Return the image, upright and in RGB. The caller must drop it before it decodes another.
 
         Raises:
             The errors of ``identify``, except DecoderBusy: it waits even if too many others do.
@@ -87,7 +87,7 @@ class Decoder:
         return self._run("decode", data, rules, budget)
 
     def thumbnail(self, data: bytes, rules: ImageRules, budget: int, **options: Any) -> bytes:
-        """Returns a small PNG of the image. ``options`` are those of ``pixels.thumbnail``. Raises as ``identify``."""
+        """Return a small PNG of the image. ``options`` are those of ``pixels.thumbnail``. Raise as ``identify``."""
         return self._run("thumbnail", data, rules, budget, **options)
 
     def _run(self, do: str, data: bytes, rules: ImageRules, budget: int, **options: Any) -> Any:
@@ -155,7 +155,7 @@ class Decoder:
         return ClipFacts(*self._run_clip(order, data, budget, rules.frame_pixels, patient=patient).result)
 
     def clip(self, data: bytes, rules: ClipRules, budget: int, sample: Sample) -> Clip:
-        """Returns the frames of a clip that ``sample`` chooses. The caller must drop them before it decodes others.
+        """Return the frames of a clip that ``sample`` chooses. The caller must drop them before it decodes others.
 
         Raises:
             VideoTooLarge: they have too many pixels together.
@@ -187,7 +187,7 @@ class Decoder:
         targets: Sequence[memoryview] = (),
         patient: bool = False,
     ) -> Reply:
-        """Gives an order about a clip whose frames have at most so many pixels; ``result`` bytes of them are kept."""
+        """Give an order about a clip whose frames have at most so many pixels; ``result`` bytes of them are kept."""
         needed = CLIP_PER_PIXEL * pixels + 3 * len(data) + CLIP_SLACK
         order |= {"what": CLIP, "seconds": CLIP_CPU_SECONDS, "memory": needed + needed // 2 + MARGIN}
         with (
@@ -236,5 +236,5 @@ os.register_at_fork(after_in_child=_own.workers.forget)
 
 
 def decoder() -> Decoder:
-    """Returns the decoder that the whole process shares."""
+    """Return the decoder that the whole process shares."""
     return _own

@@ -64,7 +64,7 @@ class DocumentText(NamedTuple):
 
 
 def read(data: bytes, rules: DocumentRules) -> DocumentText:
-    """Returns the text of a document.
+    """Return the text of a document.
 
     Raises:
         UnsupportedType: it is a ZIP or an old Office document of another kind.
@@ -90,7 +90,7 @@ def read(data: bytes, rules: DocumentRules) -> DocumentText:
 
 
 def _bounded(texts: Iterable[str], paged: bool, rules: DocumentRules) -> Iterator[str]:
-    """Yields the pages with their numbers, within the bounds."""
+    """Yield the pages with their numbers, within the bounds."""
     size, any_text = 0, False
     for number, text in enumerate(texts, 1):
         if number > rules.pages:
@@ -203,12 +203,12 @@ def _sheets(data: bytes) -> Iterator[str]:
 
 
 def _said(cell: object) -> str:
-    """Returns the text of a cell. Whole numbers are floats in most sheets."""
+    """Return the text of a cell. Whole numbers are floats in most sheets."""
     return str(int(cell)) if isinstance(cell, float) and cell.is_integer() else str(cell)
 
 
 def _table(rows: Iterable[Iterable[str]]) -> str:
-    """Returns a table in Markdown."""
+    """Return a table in Markdown."""
     lines = [
         "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in row) + " |" for row in rows
     ]

@@ -55,7 +55,7 @@ class ImageHeader(NamedTuple):
 
     @property
     def costly(self) -> bool:
-        """Returns whether decoding takes far more work than any picture does."""
+        """Return whether decoding takes far more work than any picture does."""
         return self.scans > MOST_SCANS or self.scans * self.pixels > max(SCANNED_PIXELS, 16 * self.pixels)
 
     @property
@@ -67,11 +67,11 @@ class ImageHeader(NamedTuple):
         return self.pixels > 0
 
     def small(self, size: int) -> bool:
-        """Returns whether decoding a file of ``size`` bytes takes less time than sending it to another process."""
+        """Return whether decoding a file of ``size`` bytes takes less time than sending it to another process."""
         return self.known and not self.odd and self.pixels <= SMALL_PIXELS and size <= SMALL_BYTES
 
     def bytes_needed(self, size: int, most_pixels: int) -> int:
-        """Estimates the bytes of memory that decoding a file of ``size`` bytes takes.
+        """Estimate the bytes of memory that decoding a file of ``size`` bytes takes.
 
         Args:
             most_pixels: the most pixels that are accepted, which a file is assumed to have if its header has no size.
@@ -81,7 +81,7 @@ class ImageHeader(NamedTuple):
 
 
 def read_header(data: bytes) -> ImageHeader:
-    """Reads the header of a file; an empty one if it cannot be read."""
+    """Read the header of a file; an empty one if it cannot be read."""
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
         return _png(data)
     if data.startswith(b"\xff\xd8"):
@@ -137,7 +137,7 @@ def _jpeg(data: bytes) -> ImageHeader:
 
 
 def _scans(data: bytes, at: int) -> int:
-    """Counts the scans of a JPEG from the first on, to its end or to more than ``MOST_SCANS``. Other images, which
+    """Count the scans of a JPEG from the first on, to its end or to more than ``MOST_SCANS``. Other images, which
     cameras append, do not count."""
     scans = 0
     while scans <= MOST_SCANS:
@@ -150,7 +150,7 @@ def _scans(data: bytes, at: int) -> int:
 
 
 def _jpeg_frame(frame: bytes, scans: int, odd: bool) -> ImageHeader:
-    """Reads the header of a frame: its kind, then height, width and components."""
+    """Read the header of a frame: its kind, then height, width and components."""
     height, width, components = _big(frame, 1, 2), _big(frame, 3, 2), _big(frame, 5, 1)
     whole = scans > 1 or frame[:1] not in b"\xc0\xc1"  # all coefficients are held until the last scan
     per_pixel = PER_PIXEL["JPEG"] + (2 * min(components, 4) if whole else 0)
@@ -181,7 +181,7 @@ def _bmp(data: bytes) -> ImageHeader:
 
 
 def _tiff(data: bytes) -> ImageHeader:
-    """Reads the size in the first directory (TIFF 6.0, section 2). TIFF is always decoded in another process."""
+    """Read the size in the first directory (TIFF 6.0, section 2). TIFF is always decoded in another process."""
     number = _little if data.startswith(b"II") else _big
     first, sizes = number(data, 4, 4), {}
     for at in range(first + 2, first + 2 + 12 * number(data, first, 2), 12):
@@ -191,7 +191,7 @@ def _tiff(data: bytes) -> ImageHeader:
 
 
 def _heif(data: bytes) -> ImageHeader:
-    """Reads the largest size that the properties of an AVIF or HEIC name (``ispe``, ISO/IEC 23008-12, section 6.5.3),
+    """Read the largest size that the properties of an AVIF or HEIC name (``ispe``, ISO/IEC 23008-12, section 6.5.3),
     which is that of the image, not of its tiles or thumbnail."""
     kind = "AVIF" if data[8:12] == b"avif" else "HEIF"
     found = [data[at.end() + 4 : at.end() + 12] for at in SIZES.finditer(data, 0, HEIF_PROPERTIES)]

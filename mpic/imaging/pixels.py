@@ -95,7 +95,7 @@ class PixelDigest:
 
     @classmethod
     def of(cls, image: Image.Image) -> str:
-        """Returns the digest of an RGB image."""
+        """Return the digest of an RGB image."""
         found, (width, height) = cls(*image.size), image.size
         rows = max(1, STRIP_PIXELS // max(width, 1))
         for top in range(0, height, rows):
@@ -103,7 +103,7 @@ class PixelDigest:
         return found.hexdigest()
 
     def update(self, pixels: bytes) -> None:
-        """Adds the next rows from the top, three bytes a pixel."""
+        """Add the next rows from the top, three bytes a pixel."""
         self._hash.update(pixels)
 
     def hexdigest(self) -> str:
@@ -124,7 +124,7 @@ class Upright:
         self.size = (height, width) if self._turn in SIDEWAYS else (width, height)
 
     def strips(self, mode: str = "RGB", multiple: int = 1) -> Iterator[Image.Image]:
-        """Yields the image from top to bottom.
+        """Yield the image from top to bottom.
 
         Args:
             mode: RGB, or RGBA to keep transparency.
@@ -139,7 +139,7 @@ class Upright:
             yield converted(strip, mode)
 
     def _source(self, top: int, bottom: int) -> tuple[int, int, int, int]:
-        """Returns the box in the stored image that holds rows of the upright one."""
+        """Return the box in the stored image that holds rows of the upright one."""
         width, height = self._image.size
         if self._turn in SIDEWAYS:
             if self._turn in FROM_RIGHT:
@@ -152,7 +152,7 @@ class Upright:
 
 @contextmanager
 def opened(data: bytes, rules: ImageRules, draft: int = 0) -> Iterator[Upright]:
-    """Decodes one still image.
+    """Decode one still image.
 
     Args:
         data: the bytes of a PNG, JPEG, WebP, BMP, AVIF, HEIC, GIF or TIFF; of the last two the first frame or page is
@@ -185,7 +185,7 @@ def opened(data: bytes, rules: ImageRules, draft: int = 0) -> Iterator[Upright]:
 
 
 def _formats(data: bytes) -> tuple[str, ...]:
-    """Returns the formats that a file may have. Registers the decoder of HEIC if it needs that."""
+    """Return the formats that a file may have. Register the decoder of HEIC if it needs that."""
     if data[4:8] != b"ftyp":
         return FORMATS
     kind = STILL_BRANDS.get(data[8:12])
@@ -215,7 +215,7 @@ def said_by(error: Exception) -> str:
 
 
 def identify(data: bytes, rules: ImageRules) -> Identity:
-    """Returns the size and the digest of an image. Raises as ``opened``."""
+    """Return the size and the digest of an image. Raise as ``opened``."""
     with opened(data, rules) as upright:
         found = PixelDigest(*upright.size)
         for strip in upright.strips():
@@ -224,7 +224,7 @@ def identify(data: bytes, rules: ImageRules) -> Identity:
 
 
 def decode(data: bytes, rules: ImageRules) -> Image.Image:
-    """Returns the image itself. Raises as ``opened``."""
+    """Return the image itself. Raise as ``opened``."""
     with opened(data, rules) as upright:
         image, top = Image.new("RGB", upright.size), 0
         for strip in upright.strips():
@@ -234,7 +234,7 @@ def decode(data: bytes, rules: ImageRules) -> Image.Image:
 
 
 def thumbnail(data: bytes, rules: ImageRules, side: int, least: int = 0, transparent: bool = False) -> bytes:
-    """Returns a small PNG of an image.
+    """Return a small PNG of an image.
 
     Args:
         side: longest side of the result in pixels.
@@ -265,7 +265,7 @@ def thumbnail(data: bytes, rules: ImageRules, side: int, least: int = 0, transpa
 
 
 def _admit(image: Image.Image, rules: ImageRules) -> None:
-    """Refuses an image that its header shows to be unacceptable."""
+    """Refuse an image that its header shows to be unacceptable."""
     width, height = image.size
     if width < 1 or height < 1:
         raise InvalidImage(f"the image has {width}x{height} pixels", param="file")
@@ -286,7 +286,7 @@ def too_large(width: int, height: int, rules: ImageRules) -> ImageTooLarge:
 
 
 def _load(image: ImageFile.ImageFile) -> None:
-    """Decodes the pixels. Pillow brings those of PNGs to 8 bits a channel, except for grey ones of 16 bits, and leaves
+    """Decode the pixels. Pillow brings those of PNGs to 8 bits a channel, except for grey ones of 16 bits, and leaves
     the transparent colour as it is in the file; here it is brought to 8 bits, too."""
     raw = image.tile[0].args if image.format == "PNG" and image.tile else ""
     image.load()
@@ -309,7 +309,7 @@ def _turn(image: Image.Image) -> Turn | None:
 
 
 def converted(image: Image.Image, mode: str = "RGB") -> Image.Image:
-    """Returns an image in RGB, laid over white where it is transparent, or in RGBA."""
+    """Return an image in RGB, laid over white where it is transparent, or in RGBA."""
     if image.mode.startswith("I"):
         image = _in_8_bits(image)
     if not image.has_transparency_data:
@@ -323,7 +323,7 @@ def converted(image: Image.Image, mode: str = "RGB") -> Image.Image:
 
 
 def _in_8_bits(image: Image.Image) -> Image.Image:
-    """Returns a grey image of 16 bits a pixel, which Pillow would cut off at 255, in L or LA."""
+    """Return a grey image of 16 bits a pixel, which Pillow would cut off at 255, in L or LA."""
     wide = image.convert("I")
     shades = wide.point(lambda value: value / 256).convert("L")
     key = shades.info.pop("transparency", None)

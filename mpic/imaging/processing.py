@@ -19,7 +19,7 @@ _OF_ARRAYS = ("return_tensors", "data_format")
 
 
 def process_images(processor: Any, images: Sequence[Any]) -> tuple[Mapping[str, Any], list[str]]:
-    """Returns the tensors that a processor makes of images, and the text that it puts in place of each image's token;
+    """Return the tensors that a processor makes of images, and the text that it puts in place of each image's token;
     no texts for a processor that has nothing but an image processor.
 
     Args:
@@ -43,14 +43,14 @@ def process_images(processor: Any, images: Sequence[Any]) -> tuple[Mapping[str, 
 
 
 def cut_at_tokens(text: str, token: str) -> tuple[str, str, str] | None:
-    """Returns what a processor puts into a prompt for an image: the text before the first ``token``, from there to the
+    """Return what a processor puts into a prompt for an image: the text before the first ``token``, from there to the
     end of the last, and behind it; None where there is no such token."""
     first, last = text.find(token), text.rfind(token) + len(token)
     return None if first < 0 else (text[:first], text[first:last], text[last:])
 
 
 def image_text(processor: Any, size: tuple[int, int]) -> tuple[str, str, str]:
-    """Returns the text that a processor puts into a prompt before the first token of an image of that width and height,
+    """Return the text that a processor puts into a prompt before the first token of an image of that width and height,
     between its tokens, and behind the last; nothing for a processor that has nothing but an image processor.
 
     Raises:
@@ -70,7 +70,7 @@ def image_text(processor: Any, size: tuple[int, int]) -> tuple[str, str, str]:
 
 
 def image_settings(processor: Any) -> dict[str, Any]:
-    """Returns the arguments with which a processor calls its image processor: defaults of the processor's class, which
+    """Return the arguments with which a processor calls its image processor: defaults of the processor's class, which
     win over the image processor's own settings, and what its tokenizer was made with."""
     merge = getattr(processor, "_merge_kwargs", None)
     if merge is None:
@@ -81,7 +81,7 @@ def image_settings(processor: Any) -> dict[str, Any]:
 
 
 def changed_settings(processor: Any) -> dict[str, Any]:
-    """Returns those ``image_settings`` that change what the image processor makes with its own settings; none for most
+    """Return those ``image_settings`` that change what the image processor makes with its own settings; none for most
     processors. They are a part of what identifies a chunk."""
     settings, own = image_settings(processor), processor.image_processor
     if not settings.get("do_pan_and_scan"):  # Gemma 3 has sizes of crops that it does not make

@@ -32,7 +32,7 @@ NO_MEMORY = OutOfMemory.code, "the server does not have enough memory to decode 
 
 
 def main(fd: int) -> None:
-    """Serves the socket ``fd`` until the other end is closed."""
+    """Serve the socket ``fd`` until the other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then closes the socket
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -53,7 +53,7 @@ def main(fd: int) -> None:
 
 
 def _serve(connection: Connection, order: dict[str, Any], data: bytes) -> tuple[str, str] | None:
-    """Sends the reply, or returns the code and the message of the error to report."""
+    """Send the reply, or return the code and the message of the error to report."""
     refusal = None
     try:
         _answer(connection, order, data)
@@ -123,8 +123,8 @@ def _with_libraries() -> int:
 
 
 def _bound(base: int, memory: int, seconds: int) -> bool:
-    """Limits this process to ``memory`` bytes beyond those it began with, and to ``seconds`` of computing time from
-    now. Returns False if a memory limit that the server itself was started with leaves less."""
+    """Limit this process to ``memory`` bytes beyond those it began with, and to ``seconds`` of computing time from
+    now. Return False if a memory limit that the server itself was started with leaves less."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     spent = int(used.ru_utime + used.ru_stime) + 1

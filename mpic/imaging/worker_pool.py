@@ -90,7 +90,7 @@ class Reply:
         self._frames = iter(frames)
 
     def take(self, message: bytes) -> bool:
-        """Take one message and return whether it was the last one. Raises the error that the worker reports."""
+        """Take one message and return whether it was the last one. Raise the error that the worker reports."""
         kind, body = message[:1], memoryview(message)[1:]
         if kind == b"p":
             assert self.image is not None  # its size came first
@@ -148,7 +148,7 @@ class WorkerProcess:
         return self._process.poll() is None
 
     def run(self, order: dict[str, Any], data: bytes, frames: Sequence[memoryview] = ()) -> Reply:
-        """Decodes one image, clip or document in the worker, which may be used again if it is ``alive`` afterwards.
+        """Decode one image, clip or document in the worker, which may be used again if it is ``alive`` afterwards.
 
         Args:
             frames: where the frames of a clip are put.
@@ -184,7 +184,7 @@ class WorkerProcess:
         self._process.kill()
 
     def _end(self, what: str, seconds: int) -> MPICError:
-        """Returns the error that explains the death of this worker, which was to decode ``what`` within ``seconds`` of
+        """Return the error that explains the death of this worker, which was to decode ``what`` within ``seconds`` of
         computing."""
         self._connection.close()
         # it might only have closed its socket, or be about to end by itself
@@ -229,7 +229,7 @@ class WorkerPool:
 
     @contextmanager
     def one(self) -> Iterator[WorkerProcess]:
-        """Lends a worker to the caller alone. Raises OutOfMemory if none can be started."""
+        """Lend a worker to the caller alone. Raise OutOfMemory if none can be started."""
         worker = self._take()
         try:
             yield worker
@@ -238,12 +238,12 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        """Returns the process ids of the idle workers."""
+        """Return the process ids of the idle workers."""
         with self._lock:
             return [worker.pid for worker in self._idle]
 
     def close(self) -> None:
-        """Ends the idle workers."""
+        """End the idle workers."""
         with self._lock:
             idle, self._idle = self._idle, []
             if self._reaper is not None:
@@ -253,7 +253,7 @@ class WorkerPool:
             worker.close()
 
     def forget(self) -> None:
-        """Leaves the workers, in a process that was forked, to the process that started them."""
+        """Leave the workers, in a process that was forked, to the process that started them."""
         self._lock, self._idle, self._reaper = threading.Lock(), [], None
 
     def _take(self) -> WorkerProcess:

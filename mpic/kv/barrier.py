@@ -39,7 +39,7 @@ class LoadProgress:
         return self.ready > 0 and not self.failed and not self.tired
 
     def arrive(self, layer: int) -> None:
-        """Reports that the layer is in place."""
+        """Report that the layer is in place."""
         with self._signal.changed:
             if layer + 1 == self._layers:
                 self.ended = time.monotonic()
@@ -53,7 +53,7 @@ class LoadProgress:
             self._signal.changed.notify_all()
 
     def wait(self, layer: int, seconds: float) -> bool:
-        """Waits until the layer is in place.
+        """Wait until the layer is in place.
 
         Returns:
             False when it will not arrive, has not arrived within ``seconds``, or the engine is being closed: then
@@ -68,10 +68,10 @@ class LoadProgress:
             return layer < self.ready
 
     def follow(self, layer: int) -> None:
-        """Makes the device's further work wait for the layer, which has arrived."""
+        """Make the device's further work wait for the layer, which has arrived."""
 
     def settle(self) -> None:
-        """Makes the device's further work wait for everything this load has begun to write, even if it failed."""
+        """Make the device's further work wait for everything this load has begun to write, even if it failed."""
 
 
 class LoadSignal:
@@ -104,7 +104,7 @@ class LayerBarrier:
         self.missed: set[LoadProgress] = set()
 
     def wait(self, layer: int) -> None:
-        """Waits for one layer of every load. Called in every layer before its rows attend."""
+        """Wait for one layer of every load. Called in every layer before its rows attend."""
         for load in self._loads - self.missed:
             if layer >= load.ready:
                 began = time.monotonic()

@@ -26,7 +26,7 @@ LATENT, LATENT_ONCE = "latent", "latent-once"
 
 
 def digest(*parts: bytes | str) -> str:
-    """Returns SHA-256 (hex, 64 characters) over length-prefixed parts, so that no two splits of bytes collide."""
+    """Return SHA-256 (hex, 64 characters) over length-prefixed parts, so that no two splits of bytes collide."""
     prefixed = []
     for part in parts:
         raw = part.encode() if isinstance(part, str) else part
@@ -48,7 +48,7 @@ class ChunkKey:
 
     @classmethod
     def of_image(cls, image: Image.Image) -> ChunkKey:
-        """Returns the key of a decoded RGB image (EXIF orientation applied): of its size and pixels, not its file.
+        """Return the key of a decoded RGB image (EXIF orientation applied): of its size and pixels, not its file.
 
         Raises:
             ValueError: it is not RGB.
@@ -59,7 +59,7 @@ class ChunkKey:
 
     @classmethod
     def of_clip(cls, data: bytes) -> ChunkKey:
-        """Returns the key of a clip: of its file. The model's processor chooses which frames are seen, so that is part
+        """Return the key of a clip: of its file. The model's processor chooses which frames are seen, so that is part
         of the recipe."""
         return cls("video", digest("video", data))
 
@@ -93,7 +93,7 @@ class Recipe:
     press: str = ""
 
     def fields(self) -> dict[str, str | int]:
-        """Returns its fields as JSON values, as files and catalogues have them. An empty ``packet``, ``layout`` or
+        """Return its fields as JSON values, as files and catalogues have them. An empty ``packet``, ``layout`` or
         ``press`` is left out, so that chunks compiled before these fields existed keep their digests."""
         return {k: v for k, v in asdict(self).items() if v or k not in ("packet", "layout", "press")}
 
@@ -103,7 +103,7 @@ class Recipe:
         return 1 if self.layout == LATENT_ONCE else 2
 
     def slots(self, n: int) -> int:
-        """Returns how many of n tokens the KV holds in every layer and head."""
+        """Return how many of n tokens the KV holds in every layer and head."""
         press = parse_press(self.press)
         return n if press is None else press.slots(n)
 
@@ -129,7 +129,7 @@ class KVKey:
     @staticmethod
     @functools.lru_cache(1 << 14)
     def of(owner: str, chunk: ChunkKey, model: str, recipe: Recipe) -> KVKey:
-        """Returns the key. Recently used keys are cached, so that they are not made and hashed again."""
+        """Return the key. Recently used keys are cached, so that they are not made and hashed again."""
         return KVKey(owner, chunk, model, recipe)
 
     def __hash__(self) -> int:
@@ -177,7 +177,7 @@ class Chunk:
         return self.key.kind
 
     def pressed(self, asked: str | None, default: str = "") -> Chunk:
-        """Returns the chunk with the press that a request asks for; without one its own, then the server's."""
+        """Return the chunk with the press that a request asks for; without one its own, then the server's."""
         press = asked or self.press or default
         return self if press == self.press else replace(self, press=press)
 
@@ -207,7 +207,7 @@ class ChunkInputs:
         return self.token_ids.shape[0]
 
     def embedded(self, embed: Callable[[torch.Tensor], torch.Tensor]) -> ChunkInputs:
-        """Returns the inputs with embeddings of their own, in host memory.
+        """Return the inputs with embeddings of their own, in host memory.
 
         Args:
             embed: gives ``[n, hidden]`` for the token ids of a text.
@@ -215,7 +215,7 @@ class ChunkInputs:
         return self if self.embeds is not None else replace(self, embeds=embed(self.token_ids).cpu())
 
     def wrap(self, header: torch.Tensor, trailer: torch.Tensor) -> ChunkInputs:
-        """Returns the inputs of the packet ``[header, chunk, trailer]`` (KV Packet, section 3.1, equation 2). Soft
+        """Return the inputs of the packet ``[header, chunk, trailer]`` (KV Packet, section 3.1, equation 2). Soft
         tokens take positions as text does, before the chunk and behind its extent, and have no DeepStack features.
 
         Args:
@@ -256,7 +256,7 @@ class KVShape(NamedTuple):
     parts: int = 2
 
     def extent(self, n: int) -> tuple[int, ...]:
-        """Returns the sizes of an extent of n tokens."""
+        """Return the sizes of an extent of n tokens."""
         return self.layers, self.parts, self.kv_heads, n, self.head_dim
 
     @property

@@ -25,20 +25,20 @@ class Copies(Protocol):
         memory that they overwrite."""
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Returns host memory to copy from; it may be dropped while its copies run."""
+        """Return host memory to copy from; it may be dropped while its copies run."""
 
     def start(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        """Starts a copy from a ``buffer``, or a contiguous part of one, to the device behind all earlier copies and
-        returns its mark."""
+        """Start a copy from a ``buffer``, or a contiguous part of one, to the device behind all earlier copies and
+        return its mark."""
 
     def start_all(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-        """Starts several copies, each ``(target, source)`` as for ``start``, and returns the mark of all."""
+        """Start several copies, each ``(target, source)`` as for ``start``, and return the mark of all."""
 
     def follow(self, mark: Any) -> None:
-        """Makes work that is queued on the device from now on wait for the copy."""
+        """Make work that is queued on the device from now on wait for the copy."""
 
     def wait(self, mark: Any) -> None:
-        """Makes the calling thread, which may be any, wait until a copy is done."""
+        """Make the calling thread, which may be any, wait until a copy is done."""
 
 
 class CudaCopies:
@@ -74,7 +74,7 @@ class CudaCopies:
 
 
 def copies_for(device: torch.device) -> Copies | None:
-    """Returns the copies of a CUDA device; None for others: host memory is filled directly, and other devices copy when
+    """Return the copies of a CUDA device; None for others: host memory is filled directly, and other devices copy when
     a load is done."""
     return CudaCopies(device) if device.type == "cuda" else None
 
@@ -90,7 +90,7 @@ class CopiedProgress(LoadProgress):
         self._early: set[int] = set()  # layers that arrived before an earlier one did
 
     def copy(self, layers: Iterable[int], target: torch.Tensor, source: torch.Tensor) -> Any:
-        """Starts to copy some layers or a piece of one; returns the mark. On a loader thread. Report the layers with
+        """Start to copy some layers or a piece of one; return the mark. On a loader thread. Report the layers with
         ``arrive`` when all of their pieces have been verified and started."""
         mark = self._copies.start(target, source)
         for layer in layers:

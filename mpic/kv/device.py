@@ -58,7 +58,7 @@ class Resident:
     progress: LoadProgress | None = None
 
     def become(self, state: ChunkState, progress: LoadProgress | None = None) -> None:
-        """Goes on to the next state of a chunk's life.
+        """Go on to the next state of a chunk's life.
 
         Args:
             progress: of a load that links may follow.
@@ -108,14 +108,14 @@ class DeviceCache:
         pool.reclaim = self._reclaim
 
     def residents(self) -> list[Resident]:
-        """Returns all residents, those that were dropped and are still linked among them."""
+        """Return all residents, those that were dropped and are still linked among them."""
         return [*self.chunks.values(), *self._dead]
 
     def get(self, key: KVKey) -> Resident | None:
         return self.chunks.get(key)
 
     def add(self, key: KVKey, inputs: ChunkInputs) -> Resident | None:
-        """Reserves an extent for a chunk that is about to be compiled (behind its recipe's sink slots) or read; None
+        """Reserve an extent for a chunk that is about to be compiled (behind its recipe's sink slots) or read; None
         if the pool is full."""
         sink = key.recipe.sink
         extent = self.pool.alloc(len(inputs) + sink)
@@ -142,7 +142,7 @@ class DeviceCache:
             self.pool.free(resident.extent)
 
     def drop(self, resident: Resident) -> None:
-        """Makes a chunk invisible at once; its pages are freed when the last request releases it."""
+        """Make a chunk invisible at once; its pages are freed when the last request releases it."""
         if resident.dead:
             return
         del self.chunks[resident.key]
@@ -153,7 +153,7 @@ class DeviceCache:
             self.pool.free(resident.extent)
 
     def evictable_pages(self) -> int:
-        """Returns the pages that eviction could free now (MEPIC, algorithm 1, admits against free + evictable)."""
+        """Return the pages that eviction could free now (MEPIC, algorithm 1, admits against free + evictable)."""
         return sum(extent.pages for extent in self._evictable())
 
     def _evictable(self) -> set[Extent]:
@@ -180,7 +180,7 @@ class DeviceCache:
         return idle
 
     def _reclaim(self, pages: int) -> bool:
-        """Evicts least recently used chunks and prefix leaves until ``pages`` fit in one piece; all or nothing."""
+        """Evict least recently used chunks and prefix leaves until ``pages`` fit in one piece; all or nothing."""
         if not self.pool.fits(pages, self._evictable()):
             return False
         while not self.pool.fits(pages):
@@ -197,7 +197,7 @@ class DeviceCache:
         return True
 
     def check(self, running: AbstractSet[int] = frozenset()) -> None:
-        """Verifies the pool, the prefix cache, and that every extent has exactly one kind of owner.
+        """Verify the pool, the prefix cache, and that every extent has exactly one kind of owner.
 
         Args:
             running: identities of the extents that running requests own.

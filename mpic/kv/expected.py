@@ -64,7 +64,7 @@ class Expected(NamedTuple):
 
 
 def check_inputs(name: str, key: KVKey, inputs: ChunkInputs, expected: Expected) -> None:
-    """Checks what the first layer gets of a chunk.
+    """Check what the first layer gets of a chunk.
 
     Args:
         name: of the file or the chunk, for the message.
@@ -127,7 +127,7 @@ def all_finite(values: torch.Tensor) -> bool:
 
 
 def check_layer(name: str, number: int, layer: torch.Tensor, expected: Expected) -> None:
-    """Checks ``[parts, kv_heads, slots, head_dim]`` of one layer's KV.
+    """Check ``[parts, kv_heads, slots, head_dim]`` of one layer's KV.
 
     Raises:
         CorruptFile: there are values that are not finite.
@@ -140,7 +140,7 @@ def check_layer(name: str, number: int, layer: torch.Tensor, expected: Expected)
 
 
 def check_piece(name: str, piece: Piece, memory: torch.Tensor, expected: Expected) -> None:
-    """Checks ``[planes, slots, head_dim]`` of a piece as ``check_layer`` checks a layer."""
+    """Check ``[planes, slots, head_dim]`` of a piece as ``check_layer`` checks a layer."""
     good = True
     if not expected.own:
         good = all_finite(memory)
@@ -189,7 +189,7 @@ class CheckedStore:
         return chunk
 
     def save(self, chunk: ChunkKV) -> None:
-        """Saves a chunk as the store does, unless it would be refused when it is read.
+        """Save a chunk as the store does, unless it would be refused when it is read.
 
         Raises:
             CompileFailed: the model has computed keys or values that are not finite.
@@ -280,7 +280,7 @@ class CheckedChunk:
             check_piece(self._name, piece, memory, self._expected)
 
     def _check(self) -> None:
-        """Checks the inputs, before KV is read.
+        """Check the inputs, before KV is read.
 
         Raises:
             CorruptFile: they do not fit the model, or are those of other tokens.
@@ -300,7 +300,7 @@ class CheckedChunk:
             raise
 
     def _close(self) -> None:
-        """Closes what was opened for the inputs of a text alone: a prompt may link hundreds, and its engine has their
+        """Close what was opened for the inputs of a text alone: a prompt may link hundreds, and its engine has their
         ids. An image's inputs are read once, and its KV must be readable when the chunk has been evicted meanwhile."""
         if self._key.chunk.kind == "text":
             self._inputs = None

@@ -57,7 +57,7 @@ INPUTS = ("token_ids", "positions", "embeds", "deepstack")
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Returns the memory of a contiguous host tensor, writable, without a copy."""
+    """Return the memory of a contiguous host tensor, writable, without a copy."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(f"needs contiguous host memory, got {tuple(tensor.shape)} on {tensor.device}")
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
@@ -76,7 +76,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def write(path: Path, chunk: ChunkKV, files: FileSystem | None = None) -> int:
-    """Writes a chunk durably (see ``write_durably``) and returns the size of the file in bytes.
+    """Write a chunk durably (see ``write_durably``) and return the size of the file in bytes.
 
     Raises:
         StorageFull: the disk is full; nothing is left behind.
@@ -88,7 +88,7 @@ def write(path: Path, chunk: ChunkKV, files: FileSystem | None = None) -> int:
 
 
 def encode(chunk: ChunkKV) -> list[memoryview]:
-    """Returns the file's bytes in parts: header, KV, padding, inputs. KV in contiguous host memory is not copied.
+    """Return the file's bytes in parts: header, KV, padding, inputs. KV in contiguous host memory is not copied.
 
     Raises:
         ValueError: the chunk contradicts its own key (dtype, codec, number of tokens).
@@ -185,7 +185,7 @@ class ChunkFile:
         inputs: bool = True,
         damaged: Callable[[CorruptFile, ChunkFile], None] = lambda error, file: None,
     ) -> None:
-        """Opens the file and verifies everything but the layers.
+        """Open the file and verify everything but the layers.
 
         Args:
             key: key of the chunk that the file must hold; None accepts any.
@@ -214,11 +214,11 @@ class ChunkFile:
         return self._files.names(self.path, self._fd)
 
     def close(self) -> None:
-        """Releases the file. Safe to call twice."""
+        """Release the file. Safe to call twice."""
         self._close()
 
     def read_layers(self, destination: torch.Tensor) -> Iterator[int]:
-        """Fills ``destination [layers, parts, kv_heads, slots, head_dim]`` (host memory) and verifies every layer.
+        """Fill ``destination [layers, parts, kv_heads, slots, head_dim]`` (host memory) and verify every layer.
 
         Bytes are read straight into the destination where it is contiguous; where it is not (a chunk behind sink
         slots) each layer goes through a buffer of a few MiB. Checksums are computed by the thread that has just read
@@ -258,7 +258,7 @@ class ChunkFile:
                 yield layer
 
     def map_layers(self, layers: range) -> list[torch.Tensor]:
-        """Returns ``[parts, kv_heads, slots, head_dim]`` of each layer as a mapping of the file, which outlives it and
+        """Return ``[parts, kv_heads, slots, head_dim]`` of each layer as a mapping of the file, which outlives it and
         takes no memory of its own. The whole of each layer is read once and verified, through the same mapping.
 
         Raises:
@@ -285,11 +285,11 @@ class ChunkFile:
         return self._data + math.prod(self.shape.extent(self.slots)) * self.dtype.itemsize
 
     def parts(self, most: int) -> list[LayerRange]:
-        """Returns the KV in parts that can be read at the same time, in pieces of at most ``most`` bytes."""
+        """Return the KV in parts that can be read at the same time, in pieces of at most ``most`` bytes."""
         return cut(self.shape, self.slots, self.dtype.itemsize, most, IO_BYTES)
 
     def read_part(self, part: LayerRange) -> Iterator[tuple[Piece, PieceReader]]:
-        """Yields every piece of a part, in order, with what reads it: one read into the memory that it is given, and
+        """Yield every piece of a part, in order, with what reads it: one read into the memory that it is given, and
         the layers' checksums, by the thread that reads. Each must be read before the next is asked for."""
         sums = [xxhash.xxh3_64() for _ in part.layers]
         for piece in part.pieces:

@@ -40,7 +40,7 @@ class LazyMemory:
 
     @staticmethod
     def exists_here() -> bool:
-        """Returns whether the system has such memory (Linux)."""
+        """Return whether the system has such memory (Linux)."""
         return hasattr(mmap, "MADV_HUGEPAGE")
 
     def provide(self, used: int, ahead: int) -> bool:

@@ -61,12 +61,12 @@ class PageLocked:
         self._freed: deque[int] = deque()  # a tensor may end at any moment, also under the lock
 
     def allow(self, owner: object, size: int) -> None:
-        """Sets how many bytes an owner may use, for as long as it lives."""
+        """Set how many bytes an owner may use, for as long as it lives."""
         with self._lock:
             self._budgets[owner] = size
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Returns uninitialised page-locked memory.
+        """Return uninitialised page-locked memory.
 
         Raises:
             RuntimeError: there is not enough memory.

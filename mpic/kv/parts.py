@@ -37,7 +37,7 @@ class Piece(NamedTuple):
     last: bool
 
     def of(self, kv: torch.Tensor) -> torch.Tensor:
-        """Returns the piece ``[planes, slots, head_dim]`` of the whole KV, without a copy."""
+        """Return the piece ``[planes, slots, head_dim]`` of the whole KV, without a copy."""
         planes = kv[self.layers.start : self.layers.stop].view(-1, *kv.shape[3:])
         return planes[self.planes.start : self.planes.stop, self.slots.start : self.slots.stop]
 
@@ -50,7 +50,7 @@ class LayerRange(NamedTuple):
 
 
 def cut(shape: KVShape, slots: int, itemsize: int, most: int, least: int) -> list[LayerRange]:
-    """Cuts a chunk's KV into parts, in the order of its layers.
+    """Cut a chunk's KV into parts, in the order of its layers.
 
     Args:
         slots: of the chunk.
@@ -77,7 +77,7 @@ def cut(shape: KVShape, slots: int, itemsize: int, most: int, least: int) -> lis
 
 
 def _layer(number: int, layer: int, plane: int, row: int, boxes: list[tuple[range, range]]) -> LayerRange:
-    """Returns a layer as a part of its own, cut into boxes of planes and slots."""
+    """Return a layer as a part of its own, cut into boxes of planes and slots."""
     layers = range(number, number + 1)
     pieces = tuple(
         Piece(
@@ -93,7 +93,7 @@ def _layer(number: int, layer: int, plane: int, row: int, boxes: list[tuple[rang
 
 
 def _boxes(slots: int, planes: int, row: int, most: int) -> list[tuple[range, range]]:
-    """Returns planes and slots of every piece of one layer: whole planes, or parts of one that is too large."""
+    """Return planes and slots of every piece of one layer: whole planes, or parts of one that is too large."""
     if most < row:
         raise ValueError(f"a slot of one head takes {row} bytes, the memory for it has {most}")
     if (fitting := most // (slots * row)) > 0:

@@ -90,7 +90,7 @@ class Pool:
         return max(1, -(-tokens // self.page_size))
 
     def alloc(self, tokens: int) -> Extent | None:
-        """Returns an extent of at least one token, after evicting caches if needed (``reclaim``); None when that is not
+        """Return an extent of at least one token, after evicting caches if needed (``reclaim``); None when that is not
         enough.
 
         The memory is not cleared. Nothing is evicted for a request that would still not fit.
@@ -108,7 +108,7 @@ class Pool:
         return extent
 
     def fits(self, pages: int, without: AbstractSet[Extent] = frozenset()) -> bool:
-        """Returns whether extents could be moved so that ``pages`` lie in one piece if those in ``without`` were freed.
+        """Return whether extents could be moved so that ``pages`` lie in one piece if those in ``without`` were freed.
         Fixed extents stay, and nothing moves past them."""
         start = used = 0
         for extent in self.extents:
@@ -130,26 +130,26 @@ class Pool:
         self.free_pages += extent.pages
 
     def trim(self, extent: Extent) -> None:
-        """Gives back the pages behind an extent's last slot."""
+        """Give back the pages behind an extent's last slot."""
         pages = self.pages_for(extent.tokens)
         self.free_pages += extent.pages - pages
         extent.pages = pages
 
     def view(self, extent: Extent) -> torch.Tensor:
-        """Returns ``[layers, parts, kv_heads, tokens, head_dim]`` over the extent's memory. It is valid until the next
+        """Return ``[layers, parts, kv_heads, tokens, head_dim]`` over the extent's memory. It is valid until the next
         ``alloc``."""
         start = extent.start * self.page_elements
         flat = self.arena[start : start + extent.tokens * self.shape.per_token]
         return flat.view(self.shape.extent(extent.tokens))
 
     def kv(self, extent: Extent) -> KVView:
-        """Returns a view of the extent's memory for kernels, the same object as long as the extent does not move."""
+        """Return a view of the extent's memory for kernels, the same object as long as the extent does not move."""
         if extent.kept is None:
             extent.kept = KVView(self.view(extent))
         return extent.kept
 
     def _holes(self) -> list[tuple[int, int, int]]:
-        """Returns (index into ``extents`` where a new one would go, first page, pages) of every hole."""
+        """Return (index into ``extents`` where a new one would go, first page, pages) of every hole."""
         holes, end = [], 0
         for i, extent in enumerate(self.extents):
             if extent.start > end:
@@ -167,7 +167,7 @@ class Pool:
         return index, start
 
     def _compact(self, pages: int) -> tuple[int, int] | None:
-        """Slides movable extents down until a hole of ``pages`` opens; None when fixed extents prevent it."""
+        """Slide movable extents down until a hole of ``pages`` opens; None when fixed extents prevent it."""
         end = 0
         for i, extent in enumerate(self.extents):
             if extent.start - end >= pages:
@@ -178,7 +178,7 @@ class Pool:
         return (len(self.extents), end) if self.pages - end >= pages else None
 
     def _move(self, extent: Extent, start: int) -> None:
-        """Copies an extent down part by part; each part is staged, so source and destination may overlap."""
+        """Copy an extent down part by part; each part is staged, so source and destination may overlap."""
         source, target = extent.start * self.page_elements, start * self.page_elements
         size = extent.tokens * self.shape.per_token
         for done in range(0, size, _MOVE_ELEMENTS):
@@ -189,7 +189,7 @@ class Pool:
         self.moves += 1
 
     def check(self) -> None:
-        """Raises IntegrityError unless extents lie inside the arena, are disjoint and ascending, and the free count is
+        """Raise IntegrityError unless extents lie inside the arena, are disjoint and ascending, and the free count is
         right."""
         end = used = 0
         for extent in self.extents:

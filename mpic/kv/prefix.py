@@ -24,7 +24,7 @@ ChunkName = tuple[str, str]
 
 
 def own(item: Item) -> bool:
-    """Returns whether an item stands for an own token, which has KV in the tree (a mapped span has none)."""
+    """Return whether an item stands for an own token, which has KV in the tree (a mapped span has none)."""
     return not (isinstance(item, tuple) and item[0] == "span")
 
 
@@ -53,7 +53,7 @@ class Node:
     dead: bool = False
 
     def own_before(self, n: int) -> int:
-        """Returns how many of the first ``n`` items are own tokens. Only a node with mapped spans counts them."""
+        """Return how many of the first ``n`` items are own tokens. Only a node with mapped spans counts them."""
         if self.own_tokens == len(self.items):
             return n
         if n == len(self.items):
@@ -90,7 +90,7 @@ class PrefixCache:
         self._pinned_dead: list[Node] = []
 
     def match(self, namespace: Hashable, items: Sequence[Item], limit: int) -> list[Node]:
-        """Returns the path of nodes over the longest known prefix of ``items`` with at most ``limit`` own tokens.
+        """Return the path of nodes over the longest known prefix of ``items`` with at most ``limit`` own tokens.
 
         The nodes are pinned; give them to ``unpin`` when the request ends.
         """
@@ -130,7 +130,7 @@ class PrefixCache:
         chunks: frozenset[ChunkName],
         take: Callable[[int], Extent | None],
     ) -> None:
-        """Adds the own tokens of a finished request.
+        """Add the own tokens of a finished request.
 
         Args:
             take: ``take(n)`` hands over an extent that begins with the KV of the n-th own token, or None when the pool
@@ -164,7 +164,7 @@ class PrefixCache:
         node.children[new[0]] = leaf
 
     def _split(self, node: Node, n: int) -> Node:
-        """Cuts a node after ``n`` items and returns the upper half; both halves share the extent. The upper half is not
+        """Cut a node after ``n`` items and return the upper half; both halves share the extent. The upper half is not
         pinned: pins belong to requests that matched the whole node, and pinning the lower half keeps the upper one."""
         tokens = node.own_before(n)
         upper = Node(
@@ -190,17 +190,17 @@ class PrefixCache:
             yield node
 
     def evictable(self) -> Iterator[Node]:
-        """Returns the leaves that no running request has mapped."""
+        """Return the leaves that no running request has mapped."""
         return (node for node in self.nodes() if not node.children and node.pins == 0)
 
     def evict(self, node: Node) -> None:
-        """Forgets a leaf and frees its extent if no other node shares it."""
+        """Forget a leaf and free its extent if no other node shares it."""
         del node.parent.children[node.items[0]]
         node.dead = True
         self._drop_extent(node)
 
     def purge(self, chunk: ChunkName) -> None:
-        """Forgets everything that was computed over a deleted chunk, pinned or not: it is invisible at once, and freed
+        """Forget everything that was computed over a deleted chunk, pinned or not: it is invisible at once, and freed
         when the last request releases it."""
         for node in list(self.nodes()):
             if chunk in node.chunks and not node.dead:
@@ -234,12 +234,12 @@ class PrefixCache:
         node.shared = None
 
     def extents(self) -> set[int]:
-        """Returns the identities of the extents held, for accounting."""
+        """Return the identities of the extents held, for accounting."""
         held = [*self.nodes(), *self._pinned_dead]
         return {id(node.shared.extent) for node in held if node.shared is not None}
 
     def check(self) -> None:
-        """Raises IntegrityError unless counts of holders and own tokens are right and children start with the item they
+        """Raise IntegrityError unless counts of holders and own tokens are right and children start with the item they
         are filed under."""
         holders: dict[int, int] = {}
         for node in [*self.nodes(), *self._pinned_dead]:

@@ -32,7 +32,7 @@ class Readback(Protocol):
         queued after it."""
 
     def to_host(self, source: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
-        """Copies to ordinary host memory, and waits for that. Call it inside ``behind``.
+        """Copy to ordinary host memory, and wait for that. Call it inside ``behind``.
 
         Args:
             target: contiguous; None makes new memory.
@@ -95,7 +95,7 @@ class CudaReadback:
 
 
 def cross(source: torch.Tensor, target: torch.Tensor, slots: list[torch.Tensor], copied: Any) -> None:
-    """Copies a contiguous device tensor to host memory through slots in turn.
+    """Copy a contiguous device tensor to host memory through slots in turn.
 
     Args:
         slots: two tensors of bytes in page-locked memory.

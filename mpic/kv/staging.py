@@ -47,7 +47,7 @@ class Staging(NamedTuple):
 
 
 def staging_for(slots: int = SLOTS, slot_bytes: int = 0, host_bytes: int = 0) -> Staging:
-    """Returns the size of a ring.
+    """Return the size of a ring.
 
     Args:
         slot_bytes: 0 chooses: as large as the free memory and the budget allow, between ``LEAST_SLOT`` and
@@ -70,7 +70,7 @@ class Slot:
         """This belongs to the copy from it; None as long as none has been started."""
 
     def of(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Returns the slot's memory as a contiguous tensor.
+        """Return the slot's memory as a contiguous tensor.
 
         Raises:
             ValueError: it does not fit.
@@ -101,7 +101,7 @@ class StagingRing:
 
     @contextmanager
     def slot(self) -> Iterator[Slot]:
-        """Lends a slot, once one is free and the copy from it is done. Set its ``mark`` when a copy has been started; a
+        """Lend a slot, once one is free and the copy from it is done. Set its ``mark`` when a copy has been started; a
         slot without one has no copy under way.
 
         Raises:

@@ -46,8 +46,8 @@ class StoredChunk(Protocol):
         ...
 
     def read_layers(self, destination: torch.Tensor) -> Iterator[int]:
-        """Fills ``destination [layers, parts, kv_heads, n, head_dim]`` (host memory; each layer may be strided) and
-        verifies checksums. One ``next`` should be one read of 1 to a few MiB. Calls may come from different threads,
+        """Fill ``destination [layers, parts, kv_heads, n, head_dim]`` (host memory; each layer may be strided) and
+        verify checksums. One ``next`` should be one read of 1 to a few MiB. Calls may come from different threads,
         one at a time.
 
         Yields:
@@ -61,7 +61,7 @@ class StoredChunk(Protocol):
 
 
 def optional(stored: object, name: str, *args: Any) -> Any:
-    """Calls one of the optional methods of a stored chunk or a tier; None where it does not have it."""
+    """Call one of the optional methods of a stored chunk or a tier; None where it does not have it."""
     method = getattr(stored, name, None)
     return None if method is None else method(*args)
 
@@ -81,7 +81,7 @@ class LaterChunk:
         self._known = token_ids
 
     def look_up(self) -> StoredChunk:
-        """Returns the chunk as it is stored now.
+        """Return the chunk as it is stored now.
 
         Raises:
             NotFound: it has left the store, or was never written.
@@ -96,7 +96,7 @@ class LaterChunk:
 
 
 def looked_up(stored: StoredChunk | LaterChunk) -> StoredChunk:
-    """Returns a chunk to be read; raises as ``LaterChunk.look_up``."""
+    """Return a chunk to be read; raise as ``LaterChunk.look_up``."""
     return stored.look_up() if isinstance(stored, LaterChunk) else stored
 
 
@@ -113,7 +113,7 @@ class PartedChunk(Protocol):
     parts: Sequence[LayerRange]
 
     def read_part(self, part: LayerRange) -> Iterator[tuple[Piece, PieceReader]]:
-        """Yields every piece of a part, in order, with what reads and verifies it; see ``ChunkFile.read_part``."""
+        """Yield every piece of a part, in order, with what reads and verify it; see ``ChunkFile.read_part``."""
         ...
 
     def close(self) -> None:
@@ -150,27 +150,27 @@ class ChunkStore(Protocol):
     root: Path
 
     def find(self, keys: Sequence[KVKey]) -> Mapping[KVKey, StoredChunk]:
-        """Returns the stored chunks among the keys. One call serves a whole prompt; it opens and reads no file."""
+        """Return the stored chunks among the keys. One call serves a whole prompt; it opens and reads no file."""
         ...
 
     def touch(self, keys: Iterable[KVKey]) -> None:
-        """Notes that these chunks were used, as ``find`` does for those that it finds. Called for every prompt with the
+        """Note that these chunks were used, as ``find`` does for those that it finds. Called for every prompt with the
         chunks that are resident, so it takes microseconds. A chunk that is not stored is ignored."""
         ...
 
     def open(self, key: KVKey) -> StoredChunk | None:
-        """Returns the stored chunk with its inputs read, or None. A damaged file is moved aside without an error."""
+        """Return the stored chunk with its inputs read, or None. A damaged file is moved aside without an error."""
         ...
 
     def save(self, chunk: ChunkKV) -> None:
-        """Makes the chunk durable. Called from a background thread. Raises StorageFull."""
+        """Make the chunk durable. Called from a background thread. Raise StorageFull."""
         ...
 
     def path(self, key: KVKey) -> Path:
-        """Returns the path of a chunk's file (``mpic.kv.file``), stored or not, for engines that read it in other
+        """Return the path of a chunk's file (``mpic.kv.file``), stored or not, for engines that read it in other
         processes."""
         ...
 
     def missing_reason(self, key: KVKey) -> str:
-        """Returns why a chunk is not stored: ``new | evicted | expired | model_changed | recipe | corrupt``."""
+        """Return why a chunk is not stored: ``new | evicted | expired | model_changed | recipe | corrupt``."""
         ...

@@ -107,7 +107,7 @@ class CacheLibrary(LibraryPart):
         ttl: int | None = None,
         key: KeyLimits = NO_KEY,
     ) -> Cache:
-        """Caches texts, all or none; when this returns, they survive a crash. Their state is ``compiling``.
+        """Cache texts, all or none; when this returns, they survive a crash. Their state is ``compiling``.
 
         Args:
             name: shown in lists and traces.
@@ -150,7 +150,7 @@ class CacheLibrary(LibraryPart):
         return cache  # to read it again could fail, and a client that then tries again would have two
 
     def get(self, user: str, cache_id: str) -> Cache:
-        """Returns the user's cache of this id.
+        """Return the user's cache of this id.
 
         Raises:
             CacheNotFound: there is no such cache, it has expired, or it belongs to another user.
@@ -164,7 +164,7 @@ class CacheLibrary(LibraryPart):
         return found
 
     def chunk(self, user: str, chunk_id: str) -> CacheChunk:
-        """Returns one chunk. Raises as ``get``."""
+        """Return one chunk. Raise as ``get``."""
         row = self._catalog.one("SELECT * FROM cache_chunks WHERE id = ?", chunk_id)
         file = self._rows.by_id(user, chunk_id) if row else None
         if row is None or file is None:
@@ -172,7 +172,7 @@ class CacheLibrary(LibraryPart):
         return CacheChunk(file, row["start"], row["end"])
 
     def resolve(self, user: str, id: str) -> list[File]:
-        """Returns the files that an id in a prompt stands for: one chunk, or all of a cache in order. Raises as
+        """Return the files that an id in a prompt stands for: one chunk, or all of a cache in order. Raise as
         ``get``."""
         if id.startswith(GROUP):
             return [chunk.file for chunk in self.get(user, id).chunks]
@@ -181,7 +181,7 @@ class CacheLibrary(LibraryPart):
     def page(
         self, user: str, *, after: str | None = None, limit: int = 100, order: str = "desc"
     ) -> CachePage:
-        """Lists the user's caches by age, newest first (``order`` is ``asc | desc``); fewer than ``limit`` if they have
+        """List the user's caches by age, newest first (``order`` is ``asc | desc``); fewer than ``limit`` if they have
         many chunks.
 
         Args:
@@ -205,7 +205,7 @@ class CacheLibrary(LibraryPart):
         return CachePage(shown, len(rows) > len(shown))
 
     def extend(self, user: str, cache_id: str, ttl: int | None) -> Cache:
-        """Sets a cache to expire in this many seconds from now (None: never).
+        """Set a cache to expire in this many seconds from now (None: never).
 
         Raises:
             CacheNotFound: see ``get``.
@@ -225,13 +225,13 @@ class CacheLibrary(LibraryPart):
         return self.get(user, cache_id)
 
     def delete(self, user: str, id: str) -> list[Removed]:
-        """Deletes a cache or one chunk, and everything compiled from it. Raises as ``get``."""
+        """Delete a cache or one chunk, and everything compiled from it. Raise as ``get``."""
         removed = self._uploads.delete_all(self.resolve(user, id))
         self.sweep()
         return removed
 
     def sweep(self) -> None:
-        """Deletes caches without chunks, which an earlier version has left. No listing shows them."""
+        """Delete caches without chunks, which an earlier version has left. No listing shows them."""
         empty = "NOT EXISTS (SELECT 1 FROM cache_chunks WHERE cache = caches.id)"
         if not self._catalog.one(f"SELECT 1 FROM caches WHERE {empty} LIMIT 1"):
             return
@@ -243,7 +243,7 @@ class CacheLibrary(LibraryPart):
     # Inside
 
     def accepted(self, text: str, param: str = "text") -> str:
-        """Returns a text in the form in which it would be cached.
+        """Return a text in the form in which it would be cached.
 
         Args:
             param: the field that holds it.
@@ -262,7 +262,7 @@ class CacheLibrary(LibraryPart):
     def _receive(
         self, user: str, text: str, label: str, now: float, expires_at: float | None
     ) -> tuple[File, Incoming]:
-        """Writes one text under a temporary name; returns its future row and the open upload."""
+        """Write one text under a temporary name; return its future row and the open upload."""
         data = text.encode()
         chunk_id = new_id(CHUNK)
         incoming = self._originals.incoming(len(data))
@@ -287,7 +287,7 @@ class CacheLibrary(LibraryPart):
         return file, incoming
 
     def _commit(self, cache: Cache, uploads: Sequence[tuple[Incoming, Path]], key: KeyLimits) -> None:
-        """Publishes the chunks and their common sidecar, then commits the rows."""
+        """Publish the chunks and their common sidecar, then commit the rows."""
         row = {name: value for name, value in vars(cache).items() if name != "chunks"}
         spans = [
             {"position": position, "start": chunk.start, "end": chunk.end}

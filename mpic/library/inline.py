@@ -42,7 +42,7 @@ class InlineChunks(LibraryPart):
         self._tokens = TokenCache()
 
     def inline_image(self, user: str, data: bytes, label: str | None = None) -> Chunk:
-        """Returns the chunk of an image that came inside a request (data URL). It is checked like an upload and owned
+        """Return the chunk of an image that came inside a request (data URL). It is checked like an upload and owned
         by the user, but no file. The same bytes once more are not decoded again to find their chunk.
 
         Raises:
@@ -54,7 +54,7 @@ class InlineChunks(LibraryPart):
         return Chunk(key, user, load_image=load, label=label)
 
     def inline_clip(self, user: str, data: bytes, label: str | None = None) -> Chunk:
-        """Returns the chunk of a clip that came inside a request (data URL). It is checked like an upload and owned by
+        """Return the chunk of a clip that came inside a request (data URL). It is checked like an upload and owned by
         the user, but no file. The same bytes once more are not decoded again to find their chunk.
 
         Raises:
@@ -70,7 +70,7 @@ class InlineChunks(LibraryPart):
         return Chunk(key, user, load_clip=load, label=label)
 
     def inline_text(self, user: str, text: str, label: str | None = None) -> Chunk:
-        """Returns the chunk of a document that came inside a request. It is checked like an upload and owned by the
+        """Return the chunk of a document that came inside a request. It is checked like an upload and owned by the
         user, but no file.
 
         Raises:
@@ -83,7 +83,7 @@ class InlineChunks(LibraryPart):
         return Chunk(ChunkKey.of_text(text), user, token_ids=tuple(self._tokenizer()(text)), label=label)
 
     def inline_file(self, user: str, data: bytes, label: str | None = None) -> list[Chunk]:
-        """Returns the chunks of a file of any kind that came inside a request: one, or one for each page of a document.
+        """Return the chunks of a file of any kind that came inside a request: one, or one for each page of a document.
         It is checked like an upload and owned by the user, but no file. The same bytes once more are not read again.
 
         Raises:

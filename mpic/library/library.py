@@ -113,7 +113,7 @@ class Library:
         reconcile: bool = True,
         create: bool = True,
     ) -> Library:
-        """Opens or creates a library and repairs the effects of a crash.
+        """Open or create a library and repair the effects of a crash.
 
         Args:
             filesystem: writes every file; tests wrap it.
@@ -147,7 +147,7 @@ class Library:
 
     @classmethod
     def open_read_only(cls, root: Path, limits: Limits | None = None) -> Library:
-        """Opens the present state of a library for reading only; a server may have it open.
+        """Open the present state of a library for reading only; a server may have it open.
 
         Raises:
             Unavailable: there is none, or it was written by an older version.
@@ -160,7 +160,7 @@ class Library:
         return library
 
     def reconcile(self) -> dict[str, int]:
-        """Makes rows and files agree, at start-up or while nothing is uploaded. Only files that are known to be useless
+        """Make rows and files agree, at start-up or while nothing is uploaded. Only files that are known to be useless
         are deleted.
 
         Returns:
@@ -188,7 +188,7 @@ class Library:
         return dict(done)
 
     def forget_gone(self) -> None:
-        """Forgets the deletions, and the chunks that are gone, which are older than the limits say."""
+        """Forget the deletions, and the chunks that are gone, which are older than the limits say."""
         before = self.clock() - self.limits.tombstone_seconds
         self.store.forget_gone(before)
         self.catalog.drop_tombstones(before)
@@ -196,7 +196,7 @@ class Library:
     def set_quota(
         self, user: str, *, files: int | None = None, bytes: int | None = None, disk: int | None = None
     ) -> None:
-        """Sets the quotas of a user. None means the quota of the limits, 0 means no quota.
+        """Set the quotas of a user. None means the quota of the limits, 0 means no quota.
 
         Args:
             files: most files.
@@ -215,7 +215,7 @@ class Library:
             self.sidecars.rewrite(db, "owner", user)
 
     def usage(self) -> list[StorageUsage]:
-        """Returns each user's usage per tier, with the user's quotas; references belong to ``@shared``."""
+        """Return each user's usage per tier, with the user's quotas; references belong to ``@shared``."""
         sql = """
             SELECT owner, tier, count, bytes,
                 CASE WHEN owner = :shared OR tier = 'disk' THEN 0 ELSE COALESCE(quota_files, :files) END,
@@ -227,7 +227,7 @@ class Library:
         return [StorageUsage(*row) for row in self.catalog.read(sql, shared=SHARED, **quotas)]
 
     def stats(self) -> dict[str, Any]:
-        """Returns counters of the tiers and totals of the catalogue."""
+        """Return counters of the tiers and totals of the catalogue."""
         row = self.catalog.one("SELECT COUNT(*) AS files, COALESCE(SUM(bytes), 0) AS bytes FROM files")
         assert row is not None
         return {
@@ -240,14 +240,14 @@ class Library:
         }
 
     def check(self) -> None:
-        """Verifies the catalogue, and that files and rows agree. Raises IntegrityError: they do not."""
+        """Verify the catalogue, and that files and rows agree. Raise IntegrityError: they do not."""
         self.catalog.check()
         self.store.check()
         self.files.check()
         self.references.check()
 
     def probe(self) -> None:
-        """Raises LibraryGone, DatabaseFailed, DatabaseBusy or DatabaseDamaged if the library cannot be used now. Its
+        """Raise LibraryGone, DatabaseFailed, DatabaseBusy or DatabaseDamaged if the library cannot be used now. Its
         disk is tried once a second at most, because this is asked without a key."""
         self.folder.check()
         if time.monotonic() - self._probed >= 1:
@@ -256,7 +256,7 @@ class Library:
             self._probed = time.monotonic()
 
     def close(self) -> None:
-        """Writes the state that is kept in memory, if it can be written, and releases the folder. Close the engine
+        """Write the state that is kept in memory, if it can be written, and release the folder. Close the engine
         first. Safe to call twice."""
         if self._open:
             self._open = False

@@ -34,7 +34,7 @@ class Pressed(NamedTuple):
 
 
 def candidates(library: Library, user: str | None = None) -> list[Row]:
-    """Returns the rows of the chunks that are stored uncompressed, least recently used first.
+    """Return the rows of the chunks that are stored uncompressed, least recently used first.
 
     Args:
         user: only this user's.
@@ -54,7 +54,7 @@ def press_chunks(
     user: str | None = None,
     progress: Progress = lambda done: None,
 ) -> list[Pressed]:
-    """Stores the compressed form of every uncompressed chunk of a model, whatever else its recipe says.
+    """Store the compressed form of every uncompressed chunk of a model, whatever else its recipe says.
 
     Each is durable before the next one is read, so after an interruption the same call goes on where it was. Nothing is
     evicted for it, and no chunk counts as used because of it. A damaged file is put aside, as by ``check``.

@@ -68,7 +68,7 @@ def recover(
     clock: Callable[[], float] = time.time,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Recovery:
-    """Makes a new catalogue from the files and puts the old one aside. Every original is read and verified.
+    """Make a new catalogue from the files and put the old one aside. Every original is read and verified.
 
     Args:
         dry_run: only report what would be done; nothing in the folder is changed.
@@ -103,7 +103,7 @@ def recover(
 
 
 def size_of(root: Path) -> int:
-    """Returns the approximate number of bytes that ``recover`` reports to ``progress``."""
+    """Return the approximate number of bytes that ``recover`` reports to ``progress``."""
     return sum((root / path).stat().st_size for path in scan(root).originals)
 
 
@@ -126,7 +126,7 @@ class _Rebuilding:
         self._done = Recovery()
 
     def run(self) -> Recovery:
-        """Makes the rows. Files wait for compilation, as after an upload; if the chunk is stored already, that takes no
+        """Make the rows. Files wait for compilation, as after an upload; if the chunk is stored already, that takes no
         time."""
         found = self._found
         chunks = self._chunks()
@@ -150,7 +150,7 @@ class _Rebuilding:
         return self._done
 
     def rewrite_sidecars(self) -> None:
-        """Makes the sidecars of rows that differ from them say what these rows say, once the new catalogue is there."""
+        """Make the sidecars of rows that differ from them say what these rows say, once the new catalogue is there."""
         for path, sidecar in self._changed:
             try:
                 self._sidecars.write(path, sidecar)
@@ -160,7 +160,7 @@ class _Rebuilding:
                 )
 
     def _adopt(self, db: Connection, path: str, sidecar: Sidecar) -> None:
-        """Makes the rows that a sidecar describes, for the originals that are there, all or none."""
+        """Make the rows that a sidecar describes, for the originals that are there, all or none."""
         originals = sidecar.originals(path)
         there = {name: one for name, one in originals.items() if name in self._found.originals}
         if originals and not there:
@@ -185,7 +185,7 @@ class _Rebuilding:
             db.execute("RELEASE adoption")
 
     def _insert(self, db: Connection, path: str, sidecar: Sidecar, states: dict[str, dict[str, Any]]) -> None:
-        """Makes the rows of a sidecar and of its originals, whose columns of state are given by their paths."""
+        """Make the rows of a sidecar and of its originals, whose columns of state are given by their paths."""
         record, kind = sidecar.record, sidecar.kind
         values = {name: record[name] for name in COLUMNS[kind]}
         for column in ("metadata", "split"):
@@ -211,7 +211,7 @@ class _Rebuilding:
                 db.execute("INSERT INTO cache_chunks VALUES (?, ?, ?, ?, ?)", span)
 
     def _settle_handle(self, db: Connection, values: dict[str, Any]) -> str | None:
-        """Leaves the handle to another file of its owner that has it, unless that one has expired and loses it. Returns
+        """Leave the handle to another file of its owner that has it, unless that one has expired and loses it. Return
         the id of the file that is without it now."""
         sql = "SELECT id, expires_at FROM files WHERE owner = ? AND handle = ? COLLATE NOCASE"
         holder = db.execute(sql, (values["owner"], values["handle"])).fetchone()
@@ -224,7 +224,7 @@ class _Rebuilding:
         return holder["id"]
 
     def _state(self, original: str, record: dict[str, Any]) -> dict[str, Any]:
-        """Reads an original, and returns the columns that say whether it is the one that was uploaded."""
+        """Read an original, and return the columns that say whether it is the one that was uploaded."""
         try:
             with (self._root / original).open("rb") as stream:
                 if hashlib.file_digest(stream, "sha256").hexdigest() != record["sha256"]:
@@ -237,7 +237,7 @@ class _Rebuilding:
         return {"tokens": None, "state": "compiling", "error": None}
 
     def _chunks(self) -> list[DurableChunk]:
-        """Returns the chunks whose headers are intact. Their layers are verified when they are read, as those of every
+        """Return the chunks whose headers are intact. Their layers are verified when they are read, as those of every
         chunk."""
         found = []
         for path in sorted(scan_chunks(self._root).sizes):
@@ -264,7 +264,7 @@ class _Rebuilding:
 
 @contextmanager
 def _workplace(root: Path, filesystem: FileSystem, elsewhere: bool) -> Iterator[Path]:
-    """Yields the path of the new catalogue while it is made (``elsewhere``: in a temporary folder, not the library's);
+    """Yield the path of the new catalogue while it is made (``elsewhere``: in a temporary folder, not the library's);
     nothing is left there on failure."""
     if elsewhere:
         with tempfile.TemporaryDirectory(prefix="mpic-recover-") as folder:
@@ -286,7 +286,7 @@ def _remove(path: Path, filesystem: FileSystem) -> None:
 
 
 def _swap(root: Path, new: Path, filesystem: FileSystem, now: float) -> Path | None:
-    """Puts the old catalogue aside and the new one in its place; returns the new path of the old one. A crash in
+    """Put the old catalogue aside and the new one in its place; return the new path of the old one. A crash in
     between leaves no catalogue, so that the next start refuses, as it did before. The old database is moved before its
     log, which must never meet another database."""
     old = root / CATALOG

@@ -45,12 +45,12 @@ class Reconciliation:
         self._found = scan(root)
 
     def remove_leftovers(self) -> None:
-        """Removes the files that were never finished, which may be what fills the disk."""
+        """Remove the files that were never finished, which may be what fills the disk."""
         for name in self._found.leftovers:
             self._filesystem.try_remove(self._root / name)
 
     def run(self, orphans: Orphans) -> Counter[str]:
-        """Makes rows and files agree; returns counts as ``Library.reconcile`` does."""
+        """Make rows and files agree; return counts as ``Library.reconcile`` does."""
         found = self._found
         lost = self._known - found.originals
         for table in ("files", "refs"):
@@ -70,7 +70,7 @@ class Reconciliation:
         return done
 
     def write_missing_sidecars(self) -> None:
-        """Writes the sidecars of rows that have none and whose originals are there. The next start writes those that
+        """Write the sidecars of rows that have none and whose originals are there. The next start writes those that
         cannot be written now."""
         found = self._found
         present = found.sidecars | found.caches | found.owners
@@ -87,7 +87,7 @@ class Reconciliation:
                 log.error("%s cannot be written; the next start tries again: %s", name, error)
 
     def _mark_lost(self, table: str, lost: Iterable[str]) -> None:
-        """Marks the rows of ``files`` or ``refs`` whose originals are gone as failed, until the originals are back (a
+        """Mark the rows of ``files`` or ``refs`` whose originals are gone as failed, until the originals are back (a
         disk was not mounted, for example)."""
         sql = f"SELECT path FROM {table} WHERE state = 'failed' AND error = ?"
         back = [row["path"] for row in self._catalog.read(sql, LOST) if row["path"] in self._found.originals]
@@ -97,7 +97,7 @@ class Reconciliation:
             db.executemany(sql, [("compiling", None, path) for path in back])
 
     def _without_row(self) -> set[str]:
-        """Returns the originals and sidecars that have no row."""
+        """Return the originals and sidecars that have no row."""
         found = self._found
         unknown = found.originals - self._known
         unknown |= {name for name in found.sidecars if _remembered_path(name) not in self._known}
@@ -108,7 +108,7 @@ class Reconciliation:
         return str(self._sidecars.path(kind, row).relative_to(self._root))
 
     def _unlisted(self, unknown: set[str]) -> tuple[int, set[str]]:
-        """Returns how many of the unknown sidecars describe originals that are there, or quotas, and the files that
+        """Return how many of the unknown sidecars describe originals that are there, or quotas, and the files that
         stay where they are: these, and everything beside a sidecar that cannot be read now."""
         unread: set[str] = set()
 
@@ -137,7 +137,7 @@ class Reconciliation:
         return path in self._found.originals and (self._root / path).stat().st_size == size
 
     def _is_replaced(self, sidecar: Sidecar) -> bool:
-        """Returns whether the catalogue has this version of a reference, or a newer one."""
+        """Return whether the catalogue has this version of a reference, or a newer one."""
         if sidecar.kind != "reference":
             return False
         sql = "SELECT 1 FROM refs WHERE id = ? AND version >= ?"
@@ -145,6 +145,6 @@ class Reconciliation:
 
 
 def _remembered_path(name: str) -> str:
-    """Returns the path under which the catalogue remembers a deletion: that of the original, or of a cache's sidecar
+    """Return the path under which the catalogue remembers a deletion: that of the original, or of a cache's sidecar
     itself."""
     return name if "/group-" in name else name.removesuffix(SIDECAR)

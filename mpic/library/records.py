@@ -74,12 +74,12 @@ class File:
 
     @property
     def status(self) -> str:
-        """Returns ``state`` in OpenAI's words: ``uploaded | processed | error``."""
+        """Return ``state`` in OpenAI's words: ``uploaded | processed | error``."""
         return {"compiling": "uploaded", "ready": "processed", "failed": "error"}[self.state]
 
     @property
     def label(self) -> str:
-        """Returns the name that people use for it: its handle or file name."""
+        """Return the name that people use for it: its handle or file name."""
         return self.handle or self.filename
 
 

@@ -93,7 +93,7 @@ class ReferenceLibrary(LibraryPart):
         metadata: Mapping[str, Scalar] | None = None,
         id: str | None = None,
     ) -> Reference:
-        """Stores a reference; when this returns, the reference survives a crash. Its state is ``compiling``.
+        """Store a reference; when this returns, the reference survives a crash. Its state is ``compiling``.
 
         Args:
             id: ``ref_`` and 1 to 124 letters, digits, ``_ . -``; None chooses one.
@@ -129,7 +129,7 @@ class ReferenceLibrary(LibraryPart):
         description: str | None = None,
         metadata: Mapping[str, Scalar] | None = None,
     ) -> Reference:
-        """Stores a new version; arguments that are None stay as they were. Prompts made from now on see only the new
+        """Store a new version; arguments that are None stay as they were. Prompts made from now on see only the new
         version.
 
         Raises:
@@ -152,7 +152,7 @@ class ReferenceLibrary(LibraryPart):
         return await self._receive(id, source, commit, "replaced")
 
     def remove(self, id: str) -> Removed:
-        """Removes a reference. It is invisible at once; its files go when no chunk of it is alive any more.
+        """Remove a reference. It is invisible at once; its files go when no chunk of it is alive any more.
 
         Raises:
             ReferenceNotFound: there is none.
@@ -171,11 +171,11 @@ class ReferenceLibrary(LibraryPart):
     def set_state(
         self, reference: Reference, state: State, tokens: int | None = None, error: str | None = None
     ) -> None:
-        """Records the outcome of compiling. A version that was replaced or removed meanwhile is no error."""
+        """Record the outcome of compiling. A version that was replaced or removed meanwhile is no error."""
         self._rows.set_state(reference, state, tokens, error)
 
     def pin(self, id: str, pinned: bool = True) -> Reference:
-        """Protects a reference's compiled chunk from eviction for newer references, or ends that. Pins do not take more
+        """Protect a reference's compiled chunk from eviction for newer references, or end that. Pins do not take more
         of the disk than the share that is guaranteed to references.
 
         Raises:
@@ -185,21 +185,21 @@ class ReferenceLibrary(LibraryPart):
         return self.get(id)
 
     def collect_retired(self) -> list[Removed]:
-        """Removes replaced and removed versions that nothing links any more. Call it periodically, and pass the result
+        """Remove replaced and removed versions that nothing links any more. Call it periodically, and pass the result
         to ``Engine.forget``."""
         return self._collect(self._rows.retired())
 
     # Finding
 
     def get(self, id: str) -> Reference:
-        """Returns the current version. Raises ReferenceNotFound: there is none."""
+        """Return the current version. Raise ReferenceNotFound: there is none."""
         reference = self._rows.get(id)
         if reference is None:
             raise ReferenceNotFound(f"no reference {cut(id)!r}", param="id", id=id)
         return reference
 
     def many(self, ids: Iterable[str]) -> list[Reference]:
-        """Returns the current versions in the order of ``ids``; ids without a reference are left out."""
+        """Return the current versions in the order of ``ids``; ids without a reference are left out."""
         ids = list(ids)
         found = self._rows.many(ids)
         return [found[id] for id in ids if id in found]
@@ -207,7 +207,7 @@ class ReferenceLibrary(LibraryPart):
     def listing(
         self, after: str | None = None, limit: int = 10_000, order: str = "desc", kind: Kind | None = None
     ) -> ReferencePage:
-        """Lists references by age, newest first (``order`` is ``asc | desc``).
+        """List references by age, newest first (``order`` is ``asc | desc``).
 
         Args:
             after: id of the last reference of the previous page.
@@ -223,11 +223,11 @@ class ReferenceLibrary(LibraryPart):
         return ReferencePage(found[:limit], len(found) > limit)
 
     def pending(self) -> list[Reference]:
-        """Returns the references that wait for compilation, oldest first."""
+        """Return the references that wait for compilation, oldest first."""
         return self._rows.pending()
 
     def chunk(self, reference: Reference, tokenize: Tokenize | None = None) -> Chunk:
-        """Returns the content of this version as a chunk, labelled with its title. The version stays
+        """Return the content of this version as a chunk, labelled with its title. The version stays
         while the chunk or a copy of it is alive, replaced or not.
 
         Raises:
@@ -245,7 +245,7 @@ class ReferenceLibrary(LibraryPart):
         return Chunk(reference.key, SHARED, ids, load, reference.title, reference.id, lease=lease)
 
     def content(self, reference: Reference) -> bytes:
-        """Returns the original of this version, verified.
+        """Return the original of this version, verified.
 
         Raises:
             ReferenceNotFound: the version is gone.
@@ -254,12 +254,12 @@ class ReferenceLibrary(LibraryPart):
         return self._verified(reference, self._originals.read)
 
     def open(self, reference: Reference) -> OpenOriginal:
-        """Opens the original of this version, verified, to be read in pieces; the caller closes it. Raises as
+        """Open the original of this version, verified, to be read in pieces; the caller closes it. Raise as
         ``content``."""
         return self._verified(reference, self._originals.open)
 
     def text(self, reference: Reference) -> str:
-        """Returns the text of a text reference. Raises as ``content``."""
+        """Return the text of a text reference. Raise as ``content``."""
         if reference.kind != "text":
             raise ValueError(f"{reference.id} is an image")
         text = "".join(read_pages(self.content(reference), self._limits, reference.format))
@@ -270,22 +270,22 @@ class ReferenceLibrary(LibraryPart):
         return text
 
     def image(self, reference: Reference) -> Image.Image:
-        """Returns the decoded RGB image of an image reference. Raises as ``content``."""
+        """Return the decoded RGB image of an image reference. Raise as ``content``."""
         return decode_image(self.content(reference), self._limits)
 
     # Housekeeping
 
     def paths(self) -> set[str]:
-        """Returns the paths of all originals, of retired versions too, relative to the library's root."""
+        """Return the paths of all originals, of retired versions too, relative to the library's root."""
         return self._rows.paths()
 
     def stats(self) -> dict[str, int]:
-        """Returns the number of references, the bytes of their originals, and the number of retired versions."""
+        """Return the number of references, the bytes of their originals, and the number of retired versions."""
         count, size = self._rows.totals()
         return {"references": count, "bytes": size, "retired": len(self._rows.retired())}
 
     def check(self) -> None:
-        """Checks that every row has its original. Raises IntegrityError: some are not there."""
+        """Check that every row has its original. Raise IntegrityError: some are not there."""
         with self._store.lock:
             self._originals.check(self.paths, "originals of references")
 
@@ -298,7 +298,7 @@ class ReferenceLibrary(LibraryPart):
         description: str | None,
         metadata: Mapping[str, Scalar] | None,
     ) -> dict[str, Any]:
-        """Checks the arguments that are not None, and returns them by name.
+        """Check the arguments that are not None, and return them by name.
 
         Raises:
             BadRequest: an argument is malformed.
@@ -320,7 +320,7 @@ class ReferenceLibrary(LibraryPart):
         return {name: value for name, value in words.items() if value is not None}
 
     async def _receive(self, id: str, source: Source, commit: Commit, what: What) -> Reference:
-        """Receives, checks and commits a version. Listeners are notified even if the task is cancelled meanwhile."""
+        """Receive, check and commit a version. Listeners are notified even if the task is cancelled meanwhile."""
         accept = lambda incoming: self._accept(id, incoming, commit, what)
         return await receive(self._originals, self._limits.upload_bytes, source, accept)
 
@@ -358,7 +358,7 @@ class ReferenceLibrary(LibraryPart):
             raise CorruptFile(f"the original of {reference.id} is lost") from error
 
     def _collect(self, retired: list[Reference]) -> list[Removed]:
-        """Removes rows first, then files, so that a crash in between leaves only garbage."""
+        """Remove rows first, then files, so that a crash in between leaves only garbage."""
         if not retired:
             return []
         removed, rows = [], []
@@ -380,7 +380,7 @@ class ReferenceLibrary(LibraryPart):
         return removed
 
     def _bare(self, reference: Reference) -> Chunk:
-        """Returns the chunk of a version without its content."""
+        """Return the chunk of a version without its content."""
         return Chunk(reference.key, SHARED, label=reference.title, file_id=reference.id)
 
     def _token_ids(self, reference: Reference, tokenize: Tokenize | None) -> tuple[int, ...]:

@@ -53,7 +53,7 @@ class Garbage(NamedTuple):
 
 
 def size_of(library: Library) -> int:
-    """Returns the number of bytes that ``check`` reads."""
+    """Return the number of bytes that ``check`` reads."""
     row = library.catalog.read("""
         SELECT (SELECT COALESCE(SUM(bytes), 0) FROM files) + (SELECT COALESCE(SUM(bytes), 0) FROM refs)
              + (SELECT COALESCE(SUM(bytes), 0) FROM chunks WHERE state = 'ready')""")
@@ -61,7 +61,7 @@ def size_of(library: Library) -> int:
 
 
 def check(library: Library, contents: bool = True, progress: Progress = lambda done: None) -> list[Problem]:
-    """Verifies the catalogue, that files and rows agree and, with ``contents``, every byte of every file.
+    """Verify the catalogue, that files and rows agree and, with ``contents``, every byte of every file.
 
     Damaged chunks are put aside, so that they are compiled again on next use. Damaged sidecars are rewritten. Damaged
     originals stay in place until a person replaces them. A library that is open only for reading, beside a server, is
@@ -97,7 +97,7 @@ BESIDE = " when the server is stopped and this is run again"
 
 
 def names_of(library: Library) -> dict[str, str]:
-    """Returns the names of originals and of the chunks compiled from them, by path: ``alice: EIFFEL2025``."""
+    """Return the names of originals and of the chunks compiled from them, by path: ``alice: EIFFEL2025``."""
     sql = """
         SELECT path, owner || ': ' || COALESCE(handle, filename) AS name FROM files
         UNION ALL SELECT path, 'reference: ' || title FROM refs
@@ -117,7 +117,7 @@ class _SecondLook:
         self._library = library
 
     def confirms(self, problem: Problem) -> bool:
-        """Returns whether a problem is still one."""
+        """Return whether a problem is still one."""
         if "/" not in problem.path:
             return True  # it concerns a part of the library, whose check looks again by itself
         if problem.path.endswith(SIDECAR):
@@ -143,7 +143,7 @@ class _SecondLook:
 
 
 def garbage(library: Library) -> list[Garbage]:
-    """Lists what ``collect`` removes, without removing it. Beside a server, for which the library is open only for
+    """List what ``collect`` removes, without removing it. Beside a server, for which the library is open only for
     reading, what was written in the last hour is no leftover: it may be an upload or a chunk that is being stored."""
     catalog, now = library.catalog, library.clock()
     found = [
@@ -165,7 +165,7 @@ def garbage(library: Library) -> list[Garbage]:
 
 
 def collect(library: Library) -> list[Garbage]:
-    """Removes everything that is no longer needed, and lists it. The library must not be in use."""
+    """Remove everything that is no longer needed, and list it. The library must not be in use."""
     found = garbage(library)
     library.files.collect_expired()
     library.references.collect_retired()
@@ -178,7 +178,7 @@ def collect(library: Library) -> list[Garbage]:
 
 
 def _leftovers(library: Library) -> list[str]:
-    """Lists files whose removal a crash prevented, and files that never got their names."""
+    """List files whose removal a crash prevented, and files that never got their names."""
     catalog, files, kv = library.catalog, scan(library.root), scan_chunks(library.root)
     gone = {
         row["path"] for row in catalog.read("SELECT path FROM chunks WHERE state NOT IN ('ready', 'missing')")
@@ -191,7 +191,7 @@ def _leftovers(library: Library) -> list[str]:
 def _present(
     library: Library, paths: Iterable[str], why: str, before: float | None = None
 ) -> Iterator[Garbage]:
-    """Yields the files that are there; a server may have removed or renamed others since they were listed.
+    """Yield the files that are there; a server may have removed or renamed others since they were listed.
 
     Args:
         before: leave out files that were written after this time.
@@ -220,7 +220,7 @@ def _scrub_originals(library: Library, progress: Progress) -> Iterator[Problem]:
 
 
 def _scrub_sidecars(library: Library) -> Iterator[Problem]:
-    """Compares every sidecar with the catalogue; one that differs is rewritten."""
+    """Compare every sidecar with the catalogue; one that differs is rewritten."""
     for path, sidecar in library.sidecars.expected(library.catalog.read):
         what = _sidecar_fault(path, sidecar)
         if what is None:
@@ -235,7 +235,7 @@ def _scrub_sidecars(library: Library) -> Iterator[Problem]:
 
 
 def _sidecar_fault(path: Path, wanted: Sidecar) -> str | None:
-    """Returns what is wrong with a sidecar, or None."""
+    """Return what is wrong with a sidecar, or None."""
     try:
         return None if Sidecar.read(path) == wanted else AHEAD
     except (CorruptFile, OSError) as error:
@@ -262,7 +262,7 @@ class _ChunkFault(NamedTuple):
 
 
 def _chunk_fault(library: Library, row: Row) -> _ChunkFault | None:
-    """Returns what is wrong with a chunk that a row says is ready, or None."""
+    """Return what is wrong with a chunk that a row says is ready, or None."""
     key = key_of(row)
     if key.digest != row["key"]:
         return _ChunkFault("has a row that is not its own", "look into it before serving from here", None)
@@ -280,13 +280,13 @@ def _chunk_fault(library: Library, row: Row) -> _ChunkFault | None:
 
 
 def key_of(row: Row) -> KVKey:
-    """Returns the key of a row of the table ``chunks``."""
+    """Return the key of a row of the table ``chunks``."""
     recipe = Recipe(**json.loads(row["recipe"]))
     return KVKey(row["owner"], ChunkKey(row["kind"], row["digest"]), row["model"], recipe)
 
 
 def read_chunk(path: Path, key: KVKey, files: FileSystem | None = None) -> ChunkKV:
-    """Reads and verifies every byte of a chunk file and returns the chunk, in host memory.
+    """Read and verify every byte of a chunk file and return the chunk, in host memory.
 
     Raises:
         CorruptFile: it is damaged, or holds another chunk.

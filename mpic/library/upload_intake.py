@@ -91,7 +91,7 @@ class UploadIntake(InlineChunks):
         press: str | None = None,
         key: KeyLimits = NO_KEY,
     ) -> File:
-        """Stores an upload; when this returns, the upload survives a crash. Its state is ``compiling``, unless the user
+        """Store an upload; when this returns, the upload survives a crash. Its state is ``compiling``, unless the user
         has this file under this handle already: then that one is returned, see ``upload``.
 
         Args:
@@ -122,7 +122,7 @@ class UploadIntake(InlineChunks):
             return self._accept(wanted, incoming).file
 
     def arriving(self, param: str | None = "file") -> Arriving:
-        """Returns an upload of anybody, to which the bytes are written as they come in, for ``upload`` or for a
+        """Return an upload of anybody, to which the bytes are written as they come in, for ``upload`` or for a
         reference. The caller closes it in the end.
 
         Args:
@@ -144,8 +144,8 @@ class UploadIntake(InlineChunks):
         press: str | None = None,
         key: KeyLimits = NO_KEY,
     ) -> Wanted:
-        """Makes the checks of ``upload`` that are possible before a byte is read, of an upload that has ``size`` bytes
-        at least. Raises as ``add``."""
+        """Make the checks of ``upload`` that are possible before a byte is read, of an upload that has ``size`` bytes
+        at least. Raise as ``add``."""
         if not user or user == SHARED:
             raise ValueError(f"a file needs an owner, not {user!r}")
         if size > self._limits.upload_bytes:
@@ -175,7 +175,7 @@ class UploadIntake(InlineChunks):
         press: str | None = None,
         key: KeyLimits = NO_KEY,
     ) -> UploadOutcome:
-        """Does the same as ``add`` on an event loop, which it never blocks (see ``receive``), and returns the outcome.
+        """Do the same as ``add`` on an event loop, which it never blocks (see ``receive``), and return the outcome.
         It is idempotent: uploading the same bytes under the same handle again only restarts the lifetime."""
         terms = (handle, expires_after, metadata, replace, split, split_asked, press, key)
         wanted = await asyncio.to_thread(self.admit, user, 1, filename, *terms)
@@ -183,7 +183,7 @@ class UploadIntake(InlineChunks):
         return await receive(self._originals, self._limits.upload_bytes, source, accept)
 
     def _accept(self, wanted: Wanted, incoming: Incoming) -> UploadOutcome:
-        """Checks the content, makes the original durable, then commits its row."""
+        """Check the content, make the original durable, then commit its row."""
         now = self._clock()
         expires_at = None if wanted.expires_after is None else now + wanted.expires_after
         kept = self._unchanged(wanted, incoming, expires_at)
@@ -218,8 +218,8 @@ class UploadIntake(InlineChunks):
     def _unchanged(
         self, wanted: Wanted, incoming: Incoming, expires_at: float | None
     ) -> UploadOutcome | None:
-        """Sets the new lifetime of the user's file of this handle, if it has these bytes and they can still be read.
-        Raises HandleTaken if it has other bytes and may not be replaced."""
+        """Set the new lifetime of the user's file of this handle, if it has these bytes and they can still be read.
+        Raise HandleTaken if it has other bytes and may not be replaced."""
         old = self._rows.by_handle(wanted.owner, wanted.handle) if wanted.handle is not None else None
         if old is None:
             return None
@@ -249,7 +249,7 @@ class UploadIntake(InlineChunks):
         return True
 
     def _describe(self, wanted: Wanted, incoming: Incoming, now: float, expires_at: float | None) -> File:
-        """Returns the record of an upload. Raises as ``identify``."""
+        """Return the record of an upload. Raise as ``identify``."""
         with on_behalf_of(wanted.owner):
             key, format, pages = identify(incoming, self._limits, self.no_clips)
         if wanted.asked and wanted.split and key.kind != "text":
@@ -278,7 +278,7 @@ class UploadIntake(InlineChunks):
         )
 
     def _remove(self, files: list[File], state: str | None) -> list[Removed]:
-        """Removes rows first, then files, so that a crash in between leaves only garbage."""
+        """Remove rows first, then files, so that a crash in between leaves only garbage."""
         removed, rows = [], []
         with self._store.lock:
             with self._catalog.write() as db:
@@ -304,7 +304,7 @@ class UploadIntake(InlineChunks):
     def _cut_anew(
         self, file: File, split: dict[str, Any] | None, content: ChunkKey, pages: int | None
     ) -> None:
-        """Sets what the text of a document is and how it is to be cut, and removes the compiled chunks of what it was:
+        """Set what the text of a document is and how it is to be cut, and remove the compiled chunks of what it was:
         no deletion of the file would find them any more."""
         with self._store.lock:
             with self._catalog.write() as db:
@@ -314,13 +314,13 @@ class UploadIntake(InlineChunks):
 
 
 def _same(old: File, wanted: Wanted, incoming: Incoming) -> bool:
-    """Returns whether a file is what an upload would make of its handle."""
+    """Return whether a file is what an upload would make of its handle."""
     same = old.sha256 == incoming.sha256 and old.metadata == wanted.metadata
     return same and not _compiled_otherwise(old, wanted)
 
 
 def _compiled_otherwise(old: File, wanted: Wanted) -> bool:
-    """Returns whether a file is cut or compressed differently from what the upload asks for. Settings that it does not
+    """Return whether a file is cut or compressed differently from what the upload asks for. Settings that it does not
     ask for may differ."""
     if wanted.press is not None and wanted.press != old.press:
         return True
@@ -328,7 +328,7 @@ def _compiled_otherwise(old: File, wanted: Wanted) -> bool:
 
 
 def _split(wanted: Wanted, kind: Kind, pages: int | None) -> dict[str, Any] | None:
-    """Returns how a file is to be cut. A document that has pages is cut at least at these."""
+    """Return how a file is to be cut. A document that has pages is cut at least at these."""
     if kind != "text":
         return None
     return wanted.split or (None if pages is None else WHOLE_PAGES)

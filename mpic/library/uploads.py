@@ -61,7 +61,7 @@ class UploadLibrary(UploadIntake):
     # Finding
 
     def get(self, user: str, file_id: str) -> File:
-        """Returns the user's file of this id.
+        """Return the user's file of this id.
 
         Raises:
             FileNotFound: there is no such file, it has expired, or it belongs to another user.
@@ -72,14 +72,14 @@ class UploadLibrary(UploadIntake):
         return file
 
     def check_exist(self, user: str, ids: Iterable[str]) -> None:
-        """Raises FileNotFound if one of some files that the user had a moment ago is gone."""
+        """Raise FileNotFound if one of some files that the user had a moment ago is gone."""
         if gone := self._rows.missing(user, ids):
             raise FileNotFound(
                 f"file {gone[0]!r} was deleted or replaced while it was asked about", id=gone[0]
             )
 
     def by_handle(self, user: str, handle: str) -> File:
-        """Returns the user's file of this handle, ignoring case.
+        """Return the user's file of this handle, ignoring case.
 
         Raises:
             UnknownHandle: there is none, or it has expired.
@@ -90,7 +90,7 @@ class UploadLibrary(UploadIntake):
         return file
 
     def held(self, user: str, handle: str | None) -> File | None:
-        """Returns the user's file of this handle, ignoring case, if there is one."""
+        """Return the user's file of this handle, ignoring case, if there is one."""
         return self._rows.by_handle(user, handle) if handle else None
 
     def page(
@@ -102,7 +102,7 @@ class UploadLibrary(UploadIntake):
         order: str = "desc",
         kinds: Sequence[str] | None = None,
     ) -> FilePage:
-        """Lists the user's files by age, newest first (``order`` is ``asc | desc``).
+        """List the user's files by age, newest first (``order`` is ``asc | desc``).
 
         Args:
             after: id of the last file of the previous page.
@@ -119,7 +119,7 @@ class UploadLibrary(UploadIntake):
         return FilePage(files[:limit], len(files) > limit)
 
     def content(self, user: str, file_id: str) -> bytes:
-        """Returns the original bytes, verified.
+        """Return the original bytes, verified.
 
         Raises:
             FileNotFound: see ``get``.
@@ -128,11 +128,11 @@ class UploadLibrary(UploadIntake):
         return self._read(self.get(user, file_id))
 
     def open(self, user: str, file_id: str) -> OpenOriginal:
-        """Opens the original, verified, to be read in pieces; the caller closes it. Raises as ``content``."""
+        """Open the original, verified, to be read in pieces; the caller closes it. Raise as ``content``."""
         return self._verified(self.get(user, file_id), self._originals.open)
 
     def chunk(self, user: str, file: File | str, tokenize: Tokenize | None = None) -> Chunk:
-        """Returns the file's content as a chunk, for prompts.
+        """Return the file's content as a chunk, for prompts.
 
         An image or a clip is decoded again from the original when ``load_image`` or ``load_clip`` is called. A text is
         tokenized here, and its token ids are kept for the next link.
@@ -152,7 +152,7 @@ class UploadLibrary(UploadIntake):
         return make(token_ids=self._tokens.ids(file.id, tokenize or self._tokenizer(), read))
 
     def chunks(self, user: str, file: File | str, pages: tuple[int, int] | None = None) -> list[Chunk]:
-        """Returns the file's content for prompts: one chunk, or the chunks into which a long document is cut, in order.
+        """Return the file's content for prompts: one chunk, or the chunks into which a long document is cut, in order.
         It is cut when this is first called for it, which may take seconds.
 
         Args:
@@ -177,7 +177,7 @@ class UploadLibrary(UploadIntake):
             raise CorruptFile(f"{file.label} reads otherwise every time") from error
 
     def _chunks(self, user: str, file: File, pages: tuple[int, int] | None) -> list[Chunk]:
-        """Does the work of ``chunks``. Raises _ReadOtherwise, too."""
+        """Do the work of ``chunks``. Raise _ReadOtherwise, too."""
         if pages is not None:
             _check_pages(file, *pages)
         pieces = None
@@ -201,18 +201,18 @@ class UploadLibrary(UploadIntake):
         return found
 
     def counts(self, user: str, ids: Iterable[str]) -> dict[str, int]:
-        """Returns the number of chunks of those of the user's files that are documents which are cut, by id."""
+        """Return the number of chunks of those of the user's files that are documents which are cut, by id."""
         return self._rows.counts(user, ids)
 
     def with_pieces(self, user: str, keys: Iterable[str]) -> dict[str, list[str]]:
-        """Returns which chunks are pieces of the user's documents that are cut: file id -> their keys, written as
+        """Return which chunks are pieces of the user's documents that are cut: file id -> their keys, written as
         ``str(ChunkKey)`` like ``keys``."""
         texts = [key.removeprefix("text:") for key in keys if key.startswith("text:")]
         found = self._rows.with_pieces(user, texts)
         return {id: [f"text:{one}" for one in beginnings] for id, beginnings in found.items()}
 
     def borders(self, user: str, file_id: str) -> list[DocumentPiece]:
-        """Returns where the chunks of a document begin and end; none while it is not cut.
+        """Return where the chunks of a document begin and end; none while it is not cut.
 
         Raises:
             FileNotFound: see ``get``.
@@ -241,11 +241,11 @@ class UploadLibrary(UploadIntake):
     def set_state(
         self, user: str, file_id: str, state: State, tokens: int | None = None, error: str | None = None
     ) -> None:
-        """Records the outcome of compiling. A file that was deleted meanwhile is ignored."""
+        """Record the outcome of compiling. A file that was deleted meanwhile is ignored."""
         self._rows.set_state(user, file_id, state, tokens, error)
 
     def extend(self, user: str, file_id: str, expires_after: int | None) -> File:
-        """Sets a file to expire in this many seconds from now (None: never).
+        """Set a file to expire in this many seconds from now (None: never).
 
         Raises:
             FileNotFound: see ``get``; also when it has expired meanwhile.
@@ -256,7 +256,7 @@ class UploadLibrary(UploadIntake):
         return self.get(user, file_id)
 
     def rename(self, user: str, file_id: str, handle: str | None) -> File:
-        """Changes the handle of a file, or removes it (None). Its compiled chunk stays.
+        """Change the handle of a file, or remove it (None). Its compiled chunk stays.
 
         Raises:
             FileNotFound: see ``get``; also when it has expired meanwhile.
@@ -268,7 +268,7 @@ class UploadLibrary(UploadIntake):
         return self.get(user, file_id)
 
     def pin(self, user: str, file_id: str, pinned: bool = True) -> File:
-        """Protects a file's compiled chunk from eviction for the user's newer files, or ends that. A pin does not take
+        """Protect a file's compiled chunk from eviction for the user's newer files, or end that. A pin does not take
         more of the disk than the user's share.
 
         Raises:
@@ -278,7 +278,7 @@ class UploadLibrary(UploadIntake):
         return self.get(user, file_id)
 
     def delete(self, user: str, file_id: str) -> Removed:
-        """Deletes a file. It is invisible at once; its original and, unless another file of the user holds the same
+        """Delete a file. It is invisible at once; its original and, unless another file of the user holds the same
         content, its compiled chunks are removed from the disk.
 
         Raises:
@@ -290,11 +290,11 @@ class UploadLibrary(UploadIntake):
         return removed[0]
 
     def delete_all(self, files: list[File]) -> list[Removed]:
-        """Deletes several files at once, all or none. Files that are gone already are left out of the result."""
+        """Delete several files at once, all or none. Files that are gone already are left out of the result."""
         return self._remove(files, None)
 
     def collect_expired(self) -> list[Removed]:
-        """Removes expired files, which are invisible already; one user's at a time, so that what fails for one of them
+        """Remove expired files, which are invisible already; one user's at a time, so that what fails for one of them
         keeps nobody else's. Call it periodically.
 
         Raises:
@@ -316,22 +316,22 @@ class UploadLibrary(UploadIntake):
         return removed
 
     def pending(self) -> list[File]:
-        """Returns the files of all users that wait for compilation, oldest first."""
+        """Return the files of all users that wait for compilation, oldest first."""
         return self._rows.pending()
 
     def paths(self) -> set[str]:
-        """Returns the paths of all originals, relative to the library's root."""
+        """Return the paths of all originals, relative to the library's root."""
         return self._rows.paths()
 
     def check(self) -> None:
-        """Checks that every row has its original. Raises IntegrityError: some are not there."""
+        """Check that every row has its original. Raise IntegrityError: some are not there."""
         with self._store.lock:
             self._originals.check(self.paths, "originals")
 
     # Inside
 
     def _pages(self, file: File) -> list[str]:
-        """Returns the text of a file, by page. Raises _ReadOtherwise: it is not the one at the upload."""
+        """Return the text of a file, by page. Raise _ReadOtherwise: it is not the one at the upload."""
         pages = read_pages(self._read(file), self._limits, file.format)
         if ChunkKey.of_text("".join(pages)) != file.key:
             raise _ReadOtherwise(pages)

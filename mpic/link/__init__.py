@@ -65,7 +65,7 @@ AUTO = "auto"
 
 
 def policy_names() -> list[str]:
-    """Returns the syntax of each policy."""
+    """Return the syntax of each policy."""
     return [cls.syntax for cls in POLICIES]
 
 
@@ -79,7 +79,7 @@ def _named(text: str) -> Policy | None:
 
 
 def parse_policy(text: str) -> Policy:
-    """Parses a policy's short string, the same in REST, CLI, SDK and web interface.
+    """Parse a policy's short string, the same in REST, CLI, SDK and web interface.
 
     Raises:
         UnknownPolicy: there is no such policy, or its number is out of bounds; the message lists the policies.
@@ -98,7 +98,7 @@ def parse_policy(text: str) -> Policy:
 
 
 def named_policy(text: str) -> Policy | None:
-    """Parses what a server takes for a policy. Returns None for ``auto``, which names none. Raises UnknownPolicy."""
+    """Parse what a server takes for a policy. Return None for ``auto``, which names none. Raise UnknownPolicy."""
     return None if text == AUTO else parse_policy(text)
 
 

@@ -24,7 +24,7 @@ NO_PRESS = (
 
 
 def refusal(policy: Policy, engine: str) -> str | None:
-    """Returns the reason why a policy does not run on the engine of that name, or None when it does."""
+    """Return the reason why a policy does not run on the engine of that name, or None when it does."""
     lacking = policy.needs() - PROVIDES[engine]
     if not lacking:
         return None

@@ -58,7 +58,7 @@ class LinkPlan:
     blocks: tuple[tuple[int, int], ...] = ()
 
     def pairs(self, mapped: int = 0, removed: Sequence[int] = ()) -> int:
-        """Returns the number of (query, key) pairs in a layer's attention over the prompt, for the own tokens from
+        """Return the number of (query, key) pairs in a layer's attention over the prompt, for the own tokens from
         index ``mapped`` on; blocks count in both directions.
 
         Args:
@@ -75,12 +75,12 @@ class LinkPlan:
         )
 
     def extends(self, shorter: LinkPlan) -> bool:
-        """Returns whether this plan continues a shorter one, all of which it contains unchanged."""
+        """Return whether this plan continues a shorter one, all of which it contains unchanged."""
         old, chunks = len(shorter.spans), len(shorter.places)
         return self.spans[:old] == shorter.spans and all(span.source >= chunks for span in self.spans[old:])
 
     def reused(self, chunk: int) -> int:
-        """Returns the number of a chunk's tokens that are linked without recomputation."""
+        """Return the number of a chunk's tokens that are linked without recomputation."""
         return sum(s.tokens for s in self.spans if s.source == chunk)
 
 
@@ -100,7 +100,7 @@ def make_plan(
     decided: Sequence[Ranges] | None = None,
     whole_prompt: bool = False,
 ) -> LinkPlan:
-    """Lays out the segments, asks the policy, and cuts the prompt into own ranges, to be computed, and mapped spans.
+    """Lay out the segments, ask the policy, and cut the prompt into own ranges, to be computed, and mapped spans.
 
     Args:
         decided: the ranges that a dynamic policy chose; None asks ``policy.select``.

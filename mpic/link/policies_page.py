@@ -31,7 +31,7 @@ PRESS = """- `press` ([compression](compression.md)): vLLM's paged cache has one
 
 
 def document() -> str:
-    """Returns the text of ``docs/policies.md``."""
+    """Return the text of ``docs/policies.md``."""
     return HEADING + "".join(map(_row, POLICIES)) + REFUSED + "".join(map(_reason, POLICIES)) + PRESS
 
 

@@ -19,7 +19,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 def ranges_of(tokens: Sequence[int]) -> Ranges:
-    """Groups ascending token indices into maximal ranges."""
+    """Group ascending token indices into maximal ranges."""
     runs = [list(group) for _, group in groupby(enumerate(tokens), lambda pair: pair[1] - pair[0])]
     return tuple((run[0][1], run[-1][1] + 1) for run in runs)
 
@@ -83,7 +83,7 @@ class Policy(Method):
 
     @abstractmethod
     def select(self, chunks: Sequence[ChunkPlace]) -> list[Ranges]:
-        """Returns for each chunk the ranges of its tokens that the request recomputes."""
+        """Return for each chunk the ranges of its tokens that the request recomputes."""
 
     @property
     def head(self) -> int | None:
@@ -93,7 +93,7 @@ class Policy(Method):
 
     @classmethod
     def needs(cls) -> frozenset[Need]:
-        """Returns the abilities that an engine must have for it."""
+        """Return the abilities that an engine must have for it."""
         wanted = {
             Need.TWO_STEPS: cls.two_step,
             Need.SINK: cls.wrapping.sink > 0,
@@ -137,7 +137,7 @@ class DynamicPolicy(Policy):
 
     @abstractmethod
     def choose(self, found: Sequence[torch.Tensor]) -> list[Ranges]:
-        """Returns for each chunk the ranges to recompute.
+        """Return for each chunk the ranges to recompute.
 
         Args:
             found: the evidence, one ``[tokens]`` fp32 tensor per chunk, in prompt order.

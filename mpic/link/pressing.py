@@ -11,7 +11,7 @@ from mpic.press import parse_press
 
 
 def check_presses(policy: Policy, presses: Iterable[str]) -> None:
-    """Refuses a policy that recomputes tokens whose neighbours a press may have removed.
+    """Refuse a policy that recomputes tokens whose neighbours a press may have removed.
 
     The first tokens of a chunk, which every press keeps in every head, can be recomputed and the rest mapped as one
     range of slots. Anything else would take KV that is no longer there.

@@ -34,20 +34,20 @@ class Scope(Enum):
 
 
 def types_name(model: nn.Module) -> str | None:
-    """Returns the name under which a model takes the types of tokens, or None."""
+    """Return the name under which a model takes the types of tokens, or None."""
     taken = inspect.signature(model.forward).parameters
     return next((name for name in _NAMES if name in taken), None)
 
 
 def token_types(scope: Scope | None, is_image: torch.Tensor) -> torch.Tensor:
-    """Returns the types that a model's processor gives to the tokens of a prompt, ``[tokens]`` int64."""
+    """Return the types that a model's processor gives to the tokens of a prompt, ``[tokens]`` int64."""
     return torch.zeros_like(is_image, dtype=torch.int64) if scope is Scope.PROMPT else is_image.long()
 
 
 def find_blocks(
     windows: Sequence[Window | None], masks: Callable[[torch.Tensor], Sequence[Mask]]
 ) -> tuple[Scope | None, list[Blocks | None]]:
-    """Finds the tokens that see later ones, and the layers in which they do.
+    """Find the tokens that see later ones, and the layers in which they do.
 
     Args:
         windows: windows of the layers, for text alone.
@@ -81,8 +81,8 @@ def find_blocks(
 
 
 def _blocks(window: Window | None, sees: Mask, ranges: list[tuple[int, int]], length: int) -> Blocks | None:
-    """Returns the member of ``Blocks`` that describes a layer's mask of the blocks at ``ranges``, or None if its rows
-    do not see later ones. Raises ModelRefused if neither describes the mask."""
+    """Return the member of ``Blocks`` that describes a layer's mask of the blocks at ``ranges``, or None if its rows
+    do not see later ones. Raise ModelRefused if neither describes the mask."""
     lo, hi = ranges[0]
     if not sees(lo, hi - 1):
         blocks = None

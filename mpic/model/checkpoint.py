@@ -39,7 +39,7 @@ def streamed_digest(
     cache: str | None = None,
     digest_of: DigestOf = fingerprint_of,
 ) -> str:
-    """Returns a digest of the model that the checkpoint makes in a dtype.
+    """Return a digest of the model that the checkpoint makes in a dtype.
 
     Args:
         path: local folder or hub id.
@@ -58,7 +58,7 @@ def streamed_digest(
 
 
 def stored_fingerprint(path: str, config: PretrainedConfig, cache: str | None = None) -> str:
-    """Returns a digest of a configuration and of the tensors as they are in the files. It is meant for quantised
+    """Return a digest of a configuration and of the tensors as they are in the files. It is meant for quantised
     checkpoints, whose weights only the program that runs them unpacks.
 
     Raises:
@@ -74,7 +74,7 @@ def stored_fingerprint(path: str, config: PretrainedConfig, cache: str | None = 
 
 
 def stored_dtype(path: str, cache: str | None = None) -> str | None:
-    """Returns the dtype of a checkpoint's first floating tensor, as transformers' ``dtype="auto"`` finds it; None where
+    """Return the dtype of a checkpoint's first floating tensor, as transformers' ``dtype="auto"`` finds it; None where
     no safetensors files can be read.
 
     Args:
@@ -119,7 +119,7 @@ def _streamed(shards: list[Path], model: PreTrainedModel, dtype: torch.dtype, di
 
 
 def _shards(path: str, cache: str | None) -> list[Path]:
-    """Returns the safetensors files of a checkpoint. Those of a hub id that are not on this machine yet are fetched
+    """Return the safetensors files of a checkpoint. Those of a hub id that are not on this machine yet are fetched
     into the cache, where the program that loads the model finds them."""
     found = _listed(path, cache, offline=True)
     if found is None and not Path(path).is_dir():
@@ -131,7 +131,7 @@ def _shards(path: str, cache: str | None) -> list[Path]:
 
 
 def _listed(path: str, cache: str | None, offline: bool) -> list[Path] | None:
-    """Returns the files that a checkpoint's index names, or its only file; None if one of them cannot be had.
+    """Return the files that a checkpoint's index names, or its only file; None if one of them cannot be had.
     ``offline``: look on this machine only."""
     index = _find(path, INDEX, cache, offline)
     names = set(json.loads(index.read_text())["weight_map"].values()) if index is not None else {SINGLE}
@@ -158,7 +158,7 @@ def _find(path: str, name: str, cache: str | None, offline: bool) -> Path | None
 def _sources(
     shards: list[Path], model: PreTrainedModel, wanted: dict[str, Any]
 ) -> dict[str, tuple[Path, str]]:
-    """Returns for each weight, by its name in the model, the file and its name in the file. The names differ in the way
+    """Return for each weight, by its name in the model, the file and its name in the file. The names differ in the way
     in which transformers converts them when it loads the files."""
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]

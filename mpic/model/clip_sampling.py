@@ -22,7 +22,7 @@ COPIES = 3
 
 
 def refusal(inner: Any, processor: Any, mrope: int) -> str | None:
-    """Returns why a model takes no clips, or None.
+    """Return why a model takes no clips, or None.
 
     Args:
         inner: the model below the output projection.
@@ -35,7 +35,7 @@ def refusal(inner: Any, processor: Any, mrope: int) -> str | None:
 
 
 def metadata_of(facts: ClipFacts, indices: Iterable[int] | None = None) -> VideoMetadata:
-    """Returns what transformers' processors want to know of a clip and, if they are chosen already, its frames."""
+    """Return what transformers' processors want to know of a clip and, if they are chosen already, its frames."""
     return VideoMetadata(
         total_num_frames=facts.frames,
         fps=facts.rate,
@@ -47,14 +47,14 @@ def metadata_of(facts: ClipFacts, indices: Iterable[int] | None = None) -> Video
 
 
 def sampler(video_processor: Any, context: int) -> Sample:
-    """Returns what chooses the frames that a processor samples.
+    """Return what chooses the frames that a processor samples.
 
     Args:
         context: most tokens of the model.
     """
 
     def sample(facts: ClipFacts) -> list[int]:
-        """Raises InvalidVideo: fewer frames than the processor reads at a time; ContextLengthExceeded: too many."""
+        """Raise InvalidVideo: fewer frames than the processor reads at a time; ContextLengthExceeded: too many."""
         least = getattr(video_processor, "temporal_patch_size", None) or 1
         if facts.frames < least:
             raise InvalidVideo(
@@ -70,7 +70,7 @@ def sampler(video_processor: Any, context: int) -> Sample:
 
 
 def sampling_digest(processor: Any, preprocessing: str) -> str:
-    """Returns a digest of all that decides what a model sees of a clip: of its processor's ``preprocessing`` for texts
+    """Return a digest of all that decides what a model sees of a clip: of its processor's ``preprocessing`` for texts
     and images, of its video processor, and of how frames are sampled. Part of the recipe of clips alone, so that
     compiled images and texts stay when it changes."""
     videos = processor.video_processor
@@ -91,7 +91,7 @@ def _options(video_processor: Any) -> dict[str, float]:
 
 
 def bytes_needed(video_processor: Any, clip: Clip) -> int:
-    """Returns the bytes that a processor takes for a clip's frames, which it may enlarge: as fp32, ``COPIES`` times. 0
+    """Return the bytes that a processor takes for a clip's frames, which it may enlarge: as fp32, ``COPIES`` times. 0
     where the processor cannot tell."""
     patches = _patches(video_processor, len(clip.indices), clip.facts)
     size = getattr(video_processor, "patch_size", 0) ** 2 * getattr(video_processor, "temporal_patch_size", 1)
@@ -99,7 +99,7 @@ def bytes_needed(video_processor: Any, clip: Clip) -> int:
 
 
 def _patches(video_processor: Any, frames: int, facts: ClipFacts) -> int:
-    """Returns the patches of so many frames, 0 where the processor cannot tell."""
+    """Return the patches of so many frames, 0 where the processor cannot tell."""
     count = getattr(video_processor, "get_num_of_video_patches", None)
     if count is None or getattr(video_processor, "cap_pixels_per_frame", None):
         return 0
@@ -107,7 +107,7 @@ def _patches(video_processor: Any, frames: int, facts: ClipFacts) -> int:
 
 
 def _check_tokens(video_processor: Any, frames: int, facts: ClipFacts, context: int) -> None:
-    """Refuses a clip that cannot fit, before its frames are decoded, where the processor can tell."""
+    """Refuse a clip that cannot fit, before its frames are decoded, where the processor can tell."""
     patches = _patches(video_processor, frames, facts)
     tokens = patches // video_processor.merge_size**2 if patches else 0
     if tokens >= context:

@@ -21,7 +21,7 @@ class DtypeChoice(NamedTuple):
 
 
 def own_dtype(path: str, config: PretrainedConfig, cache: str | None = None) -> str:
-    """Returns the dtype of a checkpoint: of its configuration, at the top or, as for Qwen3-VL, in a part of it, else of
+    """Return the dtype of a checkpoint: of its configuration, at the top or, as for Qwen3-VL, in a part of it, else of
     its weights.
 
     Args:
@@ -37,7 +37,7 @@ def own_dtype(path: str, config: PretrainedConfig, cache: str | None = None) -> 
 def dtype_on_cpu(
     own: str, *, kv_dtype: str = "auto", quantize: bool = False, packed: bool = False
 ) -> DtypeChoice:
-    """Returns what ``auto`` means on a CPU: bfloat16 if the checkpoint has it and the processor has a matrix unit for
+    """Return what ``auto`` means on a CPU: bfloat16 if the checkpoint has it and the processor has a matrix unit for
     it, or with weights that are quantised here, whose kernels want it; else float32.
 
     With a matrix unit (AMX) bfloat16 is faster in every case of ``mpic bench dtype``. Where a processor has no more
@@ -63,6 +63,6 @@ def dtype_on_cpu(
 
 
 def dtype_for_results(dtype: str, device: torch.device, quantize: str = "") -> str:
-    """Returns the dtype in which answers are compared and adapters trained: on a CPU ``auto`` is float32, whatever the
+    """Return the dtype in which answers are compared and adapters trained: on a CPU ``auto`` is float32, whatever the
     processor is fast at, so that results of different machines can be compared."""
     return FULL if dtype == "auto" and device.type == "cpu" and not quantize else dtype

@@ -55,7 +55,7 @@ class ModelFacts(NamedTuple):
 
 @torch.inference_mode()
 def find_facts(model: Runnable) -> ModelFacts:
-    """Returns the facts of a model whose layers attend through ``hooks.TRACED``.
+    """Return the facts of a model whose layers attend through ``hooks.TRACED``.
 
     Raises:
         ModelRefused: the model cannot be linked; the message names the family and says why.
@@ -87,7 +87,7 @@ def find_facts(model: Runnable) -> ModelFacts:
 
 
 def _blocks(model: Runnable, windows: Sequence) -> tuple[Scope | None, list[Blocks | None]]:
-    """Returns the tokens that attend to each other in both directions, and the way in which the layers do."""
+    """Return the tokens that attend to each other in both directions, and the way in which the layers do."""
     name = types_name(model.model)
     if name is None:
         return None, [None] * len(windows)

@@ -104,7 +104,7 @@ def _convert(path: Path, folder: Path, dtype: torch.dtype) -> None:
 
 
 def _read(path: Path) -> GGUFReader:
-    """Return a reader of a GGUF file. Raises ModelRefused if it is none, or a part of several."""
+    """Return a reader of a GGUF file. Raise ModelRefused if it is none, or a part of several."""
     try:
         from gguf import GGUFReader
     except ImportError as error:
@@ -167,7 +167,7 @@ def _config(path: Path, reader: GGUFReader) -> PretrainedConfig:
 
 
 def _add_rotary_scaling(path: Path, reader: GGUFReader, architecture: str, config: PretrainedConfig) -> None:
-    """Put the scaling of the rotary embedding into a configuration. Raises ModelRefused if it is not understood."""
+    """Put the scaling of the rotary embedding into a configuration. Raise ModelRefused if it is not understood."""
     scaling = f"{architecture}.rope.scaling."
     kind, factor = _value(reader, f"{scaling}type", "none"), _value(reader, f"{scaling}factor", 1.0)
     divisors = next((t.data for t in reader.tensors if t.name == _ROTARY), None)

@@ -49,12 +49,12 @@ class StepKernel(Protocol):
     """The attention of one step by an implementation that takes it whole (Triton)."""
 
     def scatter(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Writes the rows' keys and values ``[kv_heads, T, head_dim]`` to their slots."""
+        """Write the rows' keys and values ``[kv_heads, T, head_dim]`` to their slots."""
 
     def attend(
         self, layer: int, q: torch.Tensor, scale: float, softcap: float | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns ``[T, heads, head_dim]`` for ``q [heads, T, head_dim]``, and its log-sum-exp ``[heads, T]``."""
+        """Return ``[T, heads, head_dim]`` for ``q [heads, T, head_dim]``, and its log-sum-exp ``[heads, T]``."""
 
 
 class KindCalls(NamedTuple):
@@ -77,7 +77,7 @@ class KindCalls(NamedTuple):
     def attend(
         self, q: torch.Tensor, layer: int, scale: float, partial: Partial, extras: Extras = PLAIN
     ) -> torch.Tensor:
-        """Computes a layer's attention; arguments and result as ``mpic.kernels.attention.attend``."""
+        """Compute a layer's attention; arguments and result as ``mpic.kernels.attention.attend``."""
         if self.blocks is None:
             arguments = (partial, self.rotation, self.singles, layer, extras, self.kv_heads)
             return attend(q, self.calls, scale, *arguments)
@@ -170,7 +170,7 @@ class Probe:
     scale: float = 1.0
 
     def attend(self, call: LayerCall) -> torch.Tensor:
-        """Returns ``[1, T, heads, d]``. Raises ProbeFinished: this is the probe's layer."""
+        """Return ``[1, T, heads, d]``. Raise ProbeFinished: this is the probe's layer."""
         layer, query, key, value, scale, extras = call
         if layer == self.layer:
             self.queries, self.keys, self.values, self.scale = query[0], key[0], value[0], scale
@@ -193,7 +193,7 @@ class Attends(Protocol):
     """Something that computes the attention of a forward's layers itself (``Probe``, ``piecewise.CutForward``)."""
 
     def attend(self, call: LayerCall) -> torch.Tensor:
-        """Returns ``[1, T, heads, d]``."""
+        """Return ``[1, T, heads, d]``."""
 
 
 _step: ContextVar[Step | Attends | ForwardTrace | None] = ContextVar("mpic_step", default=None)
@@ -201,7 +201,7 @@ _step: ContextVar[Step | Attends | ForwardTrace | None] = ContextVar("mpic_step"
 
 @contextmanager
 def running(step: Step | Attends | ForwardTrace) -> Iterator[None]:
-    """Makes attention layers on this thread serve a step inside the block."""
+    """Make attention layers on this thread serve a step inside the block."""
     token = _step.set(step)
     try:
         yield
@@ -221,7 +221,7 @@ def _attention(
     s_aux: torch.Tensor | None = None,
     **given: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Implements transformers' attention interface: returns ``[1, T, heads, d]`` for ``query [1, heads, T, d]`` and
+    """Implement transformers' attention interface: return ``[1, T, heads, d]`` for ``query [1, heads, T, d]`` and
     ``key, value [1, kv_heads, T, d]``. A layer's other arguments have been checked when the model was loaded."""
     step = _step.get()
     if step is None:
@@ -254,8 +254,8 @@ def _attended(step: Step | Attends, call: LayerCall) -> torch.Tensor:
 
 
 def attend_layer(step: Step, call: LayerCall) -> torch.Tensor:
-    """Writes the keys and values of a step's rows in one layer, waits for the layer of the loads that it follows, and
-    computes the attention; returns ``[1, T, heads, d]``."""
+    """Write the keys and values of a step's rows in one layer, wait for the layer of the loads that it follows, and
+    compute the attention; return ``[1, T, heads, d]``."""
     layer, query, key, value, scale, extras = call
     k, v = key[0], value[0]
     step.layers_seen.add(layer)
@@ -298,7 +298,7 @@ def _mask(
     device: torch.device | None = None,
     **unread: Any,
 ) -> torch.Tensor | None:
-    """Implements transformers' mask interface. There are no masks in a step, because a layer's kind determines what its
+    """Implement transformers' mask interface. There are no masks in a step, because a layer's kind determines what its
     rows see."""
     step = _step.get()
     if not isinstance(step, ForwardTrace):

@@ -22,13 +22,13 @@ VERIFIED = frozenset({
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Returns a digest of configuration and weights: for every tensor its name, shape, dtype, the exact integer sum of
+    """Return a digest of configuration and weights: for every tensor its name, shape, dtype, the exact integer sum of
     all its words and 4,096 evenly spaced values. It covers every weight and is fast enough for large models."""
     return fingerprint_of(model.config, sorted(model.state_dict().items()))
 
 
 def fingerprint_of(configuration: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Returns the ``fingerprint`` of a model with this configuration and these weights, which come in the order of
+    """Return the ``fingerprint`` of a model with this configuration and these weights, which come in the order of
     their names."""
     config = {
         k: v
@@ -52,12 +52,12 @@ _PLAIN = "_mpic_weights_digest"
 
 
 def remember_weights(model: nn.Module) -> None:
-    """Stores a model's present ``weights_digest``. Call it before the weights are quantised."""
+    """Store a model's present ``weights_digest``. Call it before the weights are quantised."""
     setattr(model, _PLAIN, weights_digest(model))
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Returns a digest of configuration and weights that is the same for every dtype in which a checkpoint is loaded or
+    """Return a digest of configuration and weights that is the same for every dtype in which a checkpoint is loaded or
     quantised, because an adapter that was trained with the weights fits all of them. It covers the name and shape of
     every tensor and 4,096 evenly spaced values, rounded to bfloat16."""
     if known := getattr(model, _PLAIN, ""):
@@ -66,7 +66,7 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def weights_digest_of(configuration: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Returns the ``weights_digest`` of a model with this configuration and these weights, which come in the order of
+    """Return the ``weights_digest`` of a model with this configuration and these weights, which come in the order of
     their names."""
     config = _without_dtype(configuration.to_dict())
     h = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
@@ -91,7 +91,7 @@ _IN_TILES = (600, 300)
 
 
 def preprocessing_digest(processor: Any) -> str:
-    """Returns a digest of a processor's (or tokenizer's) tokenizer, its image processor, the settings that it has for
+    """Return a digest of a processor's (or tokenizer's) tokenizer, its image processor, the settings that it has for
     that one, and what it puts between the tokens of an image; part of every recipe.
 
     Raises:
@@ -115,7 +115,7 @@ def preprocessing_digest(processor: Any) -> str:
 
 
 def shape_of(text_config: Any) -> KVShape:
-    """Returns the geometry of a decoder's KV."""
+    """Return the geometry of a decoder's KV."""
     heads = text_config.num_attention_heads
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
     kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
@@ -123,12 +123,12 @@ def shape_of(text_config: Any) -> KVShape:
 
 
 def deepstack_layers(config: Any) -> int:
-    """Returns how many layers an image's DeepStack features have (Qwen3-VL); 0 for models without them."""
+    """Return how many layers an image's DeepStack features have (Qwen3-VL); 0 for models without them."""
     return len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
 
 
 def eos_ids(generation_config: Any, text_config: Any) -> frozenset[int]:
-    """Returns the tokens that end an answer."""
+    """Return the tokens that end an answer."""
     eos = getattr(generation_config, "eos_token_id", None)
     if eos is None:
         eos = getattr(text_config, "eos_token_id", None)
@@ -138,7 +138,7 @@ def eos_ids(generation_config: Any, text_config: Any) -> frozenset[int]:
 
 
 def bos_id(text_config: Any, tokenizer: Any) -> int:
-    """Returns the token compiled in front for LegoLink-0; models without BOS use their pad or first token."""
+    """Return the token compiled in front for LegoLink-0; models without BOS use their pad or first token."""
     for source in (text_config, tokenizer):
         for attribute in ("bos_token_id", "pad_token_id"):
             value = getattr(source, attribute, None)

@@ -33,7 +33,7 @@ _TEXTS = (6, 3, 4)
 
 @torch.inference_mode()
 def image_self_test(loaded: LoadedModel) -> float:
-    """Compares with the stock model and returns the relative error.
+    """Compare with the stock model and return the relative error.
 
     Raises:
         ModelRefused: the logits differ, or the model's images cannot be linked.
@@ -56,14 +56,14 @@ def linked(
     chunks: Sequence[ChunkInputs],
     stock: Callable[[LoadedModel, torch.Tensor], torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the logits of a prompt with two chunks, as a step and by the stock model, called with its ids."""
+    """Return the logits of a prompt with two chunks, as a step and by the stock model, called with its ids."""
     rows, positions, segments = prompt_of(loaded, chunks)
     got = as_step(loaded, rows, positions.to(loaded.device), segments, loaded.scope)
     return got, stock(loaded, rows.ids)
 
 
 def prompt_of(loaded: LoadedModel, chunks: Sequence[ChunkInputs]) -> tuple[RowInputs, torch.Tensor, Segments]:
-    """Returns text, chunk, text, chunk, text: rows, positions, and segments."""
+    """Return text, chunk, text, chunk, text: rows, positions, and segments."""
     words = torch.tensor(plain_ids(loaded.config, sum(_TEXTS)))
     ids, embeds, marks, features, positions, segments = [], [], [], [], [], []
     base = 0

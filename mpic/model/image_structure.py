@@ -28,12 +28,12 @@ _MEDIUM = (600, 300)
 
 
 def gradient(size: tuple[int, int]) -> Image.Image:
-    """Returns an RGB image of that width and height whose pixels are not all the same."""
+    """Return an RGB image of that width and height whose pixels are not all the same."""
     return Image.linear_gradient("L").resize(size).convert("RGB")
 
 
 def sizes_to_encode(loaded: LoadedModel) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Returns the sizes of two images for the self-test, which encodes them: small ones, but one that is cut where the
+    """Return the sizes of two images for the self-test, which encodes them: small ones, but one that is cut where the
     processor puts other tokens between tiles and does not cut the small ones."""
     first, second = _SMALL
     if _is_whole(loaded) and not _has_breaks(loaded, second):
@@ -43,13 +43,13 @@ def sizes_to_encode(loaded: LoadedModel) -> tuple[tuple[int, int], tuple[int, in
 
 
 def _has_breaks(loaded: LoadedModel, size: tuple[int, int]) -> bool:
-    """Returns whether there are other tokens between those of an image."""
+    """Return whether there are other tokens between those of an image."""
     _, inner, _ = _cut(loaded, _prompt_of(loaded, [gradient(size)]))
     return any(one != loaded.image_token_id for one in inner)
 
 
 def refuse_structure(loaded: LoadedModel) -> None:
-    """Raises ModelRefused if a chunk would not have the tokens that the processor puts between those of an image, or if
+    """Raise ModelRefused if a chunk would not have the tokens that the processor puts between those of an image, or if
     the text around them depends on the image."""
     if not _is_whole(loaded):
         return
@@ -75,7 +75,7 @@ def refuse_structure(loaded: LoadedModel) -> None:
 def refuse_other_tokens(
     loaded: LoadedModel, images: Sequence[Image.Image], chunks: Sequence[ChunkInputs]
 ) -> None:
-    """Raises ModelRefused if chunks of images have other tokens than the processor gives them in a prompt."""
+    """Raise ModelRefused if chunks of images have other tokens than the processor gives them in a prompt."""
     if not _is_whole(loaded):
         return
     for image, chunk in zip(images, chunks, strict=True):
@@ -88,7 +88,7 @@ def refuse_other_tokens(
 
 
 def layout_note(loaded: LoadedModel) -> str | None:
-    """Returns what to say of a model whose processor gives images that share a prompt other tokens than each has alone,
+    """Return what to say of a model whose processor gives images that share a prompt other tokens than each has alone,
     as LLaVA-OneVision's does; None for all others."""
     if not _is_whole(loaded):
         return None
@@ -107,13 +107,13 @@ def layout_note(loaded: LoadedModel) -> str | None:
 
 
 def _is_whole(loaded: LoadedModel) -> bool:
-    """Returns whether there is a processor that makes whole prompts; benches have image processors alone."""
+    """Return whether there is a processor that makes whole prompts; benches have image processors alone."""
     token = getattr(loaded.processor, "image_token", None)
     return loaded.tokenizer is not None and callable(loaded.processor) and isinstance(token, str)
 
 
 def _prompt_of(loaded: LoadedModel, images: list[Image.Image], as_one: bool = False) -> list[int]:
-    """Returns the token ids that the processor makes of a prompt of images.
+    """Return the token ids that the processor makes of a prompt of images.
 
     Args:
         as_one: pass the images as those of one conversation, as chat templates of transformers do.
@@ -129,7 +129,7 @@ def _count(loaded: LoadedModel, ids: list[int]) -> int:
 
 
 def _cut(loaded: LoadedModel, ids: list[int]) -> tuple[list[int], list[int], list[int]]:
-    """Returns a prompt of one image in three: before its first token, to its last, and behind.
+    """Return a prompt of one image in three: before its first token, to its last, and behind.
 
     Raises:
         ModelRefused: it has no token of an image.

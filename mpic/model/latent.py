@@ -49,7 +49,7 @@ class LatentLayer(NamedTuple):
         return self.keys.shape[2]
 
     def absorb(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns queries ``[1, heads, T, rank + r]`` and keys ``[1, 1, T, rank + r]`` for ``query, key [1, heads, T,
+        """Return queries ``[1, heads, T, rank + r]`` and keys ``[1, 1, T, rank + r]`` for ``query, key [1, heads, T,
         k + r]`` of the rows whose latents the layer has just expanded."""
         latents = _latents.get()
         assert latents is not None
@@ -62,11 +62,11 @@ class LatentLayer(NamedTuple):
         )
 
     def expand(self, out: torch.Tensor) -> torch.Tensor:
-        """Returns ``[1, T, heads, v]`` for attended latents ``[1, T, heads, rank + r]``."""
+        """Return ``[1, T, heads, v]`` for attended latents ``[1, T, heads, rank + r]``."""
         return torch.einsum("bthr,hvr->bthv", out[..., : self.rank], self.values.to(out.dtype))
 
     def distances(self, difference: torch.Tensor) -> torch.Tensor:
-        """Returns ``[n]``, the squared lengths over all heads of keys and values, for ``difference [2, 1, n, rank +
+        """Return ``[n]``, the squared lengths over all heads of keys and values, for ``difference [2, 1, n, rank +
         r]`` fp32 of what is attended to."""
         key, value = difference[:, 0, :, : self.rank]
         turning = difference[0, 0, :, self.rank :]
@@ -90,7 +90,7 @@ def keep_latents(
     layers: Sequence[LayerFacts],
     run: Callable[[ForwardTrace], Any],
 ) -> Kept:
-    """Makes every layer keep latents that has smaller ones than its keys and values.
+    """Make every layer keep latents that has smaller ones than its keys and values.
 
     Args:
         run: runs the model under a trace.
@@ -125,7 +125,7 @@ def keep_latents(
 
 
 def layout_of(latents: dict[int, LatentLayer], layers: int) -> str:
-    """Returns the ``Recipe.layout`` of chunks of a model with so many layers."""
+    """Return the ``Recipe.layout`` of chunks of a model with so many layers."""
     if not latents:
         return ""
     return LATENT_ONCE if len(latents) == layers else LATENT
@@ -150,7 +150,7 @@ def _as_kept(
 def _projection(
     seen: LayerTrace, kind: LayerKind, inputs: dict[nn.Module, torch.Tensor]
 ) -> tuple[nn.Linear, LatentLayer] | None:
-    """Returns the projection from which a layer computes its keys and values, if it has one and latents are smaller."""
+    """Return the projection from which a layer computes its keys and values, if it has one and latents are smaller."""
     heads, rows, size = seen.key.shape
     assert isinstance(kind.rotary, Rotary)
     still, limit = kind.rotary.start, limit_of(seen.module)

@@ -39,7 +39,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def choose_device(name: str = "auto") -> torch.device:
-    """Returns the device of that name; ``auto`` takes CUDA, then MPS, then the CPU.
+    """Return the device of that name; ``auto`` takes CUDA, then MPS, then the CPU.
 
     Raises:
         ModelRefused: the device does not exist. There is no fallback.
@@ -66,7 +66,7 @@ def load_model(
     trust_remote_code: bool = False,
     proofs: Proofs | None = None,
 ) -> LoadedModel:
-    """Loads, hooks and self-tests a model.
+    """Load, hook and self-test a model.
 
     Args:
         path: local folder or hub id of any transformers decoder or vision-language model, or a GGUF file.
@@ -126,7 +126,7 @@ def load_model(
 def _choose_dtype(
     path: str, config: PretrainedConfig, asked: str, device: torch.device, kv_dtype: str, quantize: str
 ) -> DtypeChoice:
-    """Returns the dtype to load a model in; ``auto`` on an accelerator, where transformers takes the checkpoint's."""
+    """Return the dtype to load a model in; ``auto`` on an accelerator, where transformers takes the checkpoint's."""
     if asked != "auto" or device.type != "cpu":
         return DtypeChoice(asked)
     packed = quantization_of(config) is not None
@@ -134,7 +134,7 @@ def _choose_dtype(
 
 
 def _tested(loaded: LoadedModel, proofs: Proofs) -> float:
-    """Returns the largest error of the self-tests that a model must pass. Raises ModelRefused if it fails one."""
+    """Return the largest error of the self-tests that a model must pass. Raise ModelRefused if it fails one."""
     error = proofs.error_of(loaded, "text", self_test)
     if loaded.has_vision:
         error = max(error, proofs.error_of(loaded, "images", image_self_test))
@@ -144,7 +144,7 @@ def _tested(loaded: LoadedModel, proofs: Proofs) -> float:
 
 
 def _clips_tested(loaded: LoadedModel, proofs: Proofs) -> float:
-    """Returns the error of the self-test with clips. A model that fails it takes none, and says why."""
+    """Return the error of the self-test with clips. A model that fails it takes none, and says why."""
     try:
         return proofs.error_of(loaded, "clips", video_self_test)
     except ModelRefused as error:
@@ -156,7 +156,7 @@ def _clips_tested(loaded: LoadedModel, proofs: Proofs) -> float:
 
 
 def model_name(path: str) -> str:
-    """Returns the name that a model is served under: a local folder's own, or the hub id."""
+    """Return the name that a model is served under: a local folder's own, or the hub id."""
     return Path(path).name if Path(path).exists() else path
 
 
@@ -165,7 +165,7 @@ def is_vision(config: PretrainedConfig) -> bool:
 
 
 def load_config(path: str, dtype: str, trust_remote_code: bool) -> PretrainedConfig:
-    """Returns a model's configuration.
+    """Return a model's configuration.
 
     Raises:
         ModelRefused: there is no configuration, the model would give wrong results, or ``dtype`` is neither auto nor
@@ -195,7 +195,7 @@ def load_weights(
     trust_remote_code: bool,
     device: torch.device | None = None,
 ) -> PreTrainedModel:
-    """Loads a model onto a device (None: the CPU).
+    """Load a model onto a device (None: the CPU).
 
     Raises:
         ModelRefused: its weights cannot be loaded, or some of them are missing.
@@ -221,14 +221,14 @@ def load_weights(
 
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    """Returns the model of a configuration without weights, on the meta device."""
+    """Return the model of a configuration without weights, on the meta device."""
     auto = AutoModelForImageTextToText if is_vision(config) else AutoModelForCausalLM
     with torch.device("meta"):
         return auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def load_processor(path: str, vision: bool, trust_remote_code: bool = False) -> object:
-    """Returns the processor of a vision model, or the tokenizer of a text model. Raises ModelRefused if there is
+    """Return the processor of a vision model, or the tokenizer of a text model. Raise ModelRefused if there is
     none."""
     kind = AutoProcessor if vision else AutoTokenizer
     try:
@@ -240,7 +240,7 @@ def load_processor(path: str, vision: bool, trust_remote_code: bool = False) -> 
 
 
 def own_code_of(path: str) -> list[str]:
-    """Returns the names of Python code that comes with the model (``own_code``); none if its files cannot be read,
+    """Return the names of Python code that comes with the model (``own_code``); none if its files cannot be read,
     which loading will report."""
     try:
         return own_code(path)
@@ -249,7 +249,7 @@ def own_code_of(path: str) -> list[str]:
 
 
 def _refuse_own_code(path: str, trust_remote_code: bool, error: Exception) -> None:
-    """Raises ModelRefused if loading failed because the model's own code was not allowed to run."""
+    """Raise ModelRefused if loading failed because the model's own code was not allowed to run."""
     if trust_remote_code or not isinstance(error, ValueError) or "trust_remote_code" not in str(error):
         return
     raise ModelRefused(

@@ -150,34 +150,34 @@ class LoadedModel:
         return bos_id(self.text_config, self.tokenizer)
 
     def text_inputs(self, token_ids: Sequence[int]) -> ChunkInputs:
-        """Returns the inputs of a text chunk; positions 0..n-1 on every axis."""
+        """Return the inputs of a text chunk; positions 0..n-1 on every axis."""
         n = len(token_ids)
         positions = torch.arange(n).expand(self.mrope, n).contiguous()
         return ChunkInputs(torch.tensor(token_ids, dtype=torch.int64), positions, n)
 
     @torch.inference_mode()
     def image_inputs(self, image: Image.Image) -> ChunkInputs:
-        """Runs the vision encoder over an image; see ``vision.image_inputs``."""
+        """Run the vision encoder over an image; see ``vision.image_inputs``."""
         return vision.image_inputs(self, image)
 
     @property
     def clip_sampler(self) -> Sample:
-        """Chooses the frames of a clip; see ``vision.clip_sampler``."""
+        """Choose the frames of a clip; see ``vision.clip_sampler``."""
         return vision.clip_sampler(self)
 
     @torch.inference_mode()
     def clip_inputs(self, clip: Clip) -> ChunkInputs:
-        """Runs the vision encoder over the frames of a clip; see ``vision.clip_inputs``."""
+        """Run the vision encoder over the frames of a clip; see ``vision.clip_inputs``."""
         return vision.clip_inputs(self, clip)
 
     def refuse_clips(self, why: str) -> None:
-        """Takes no clips from now on."""
+        """Take no clips from now on."""
         self.no_clips = why
         modalities = tuple(m for m in self.info.modalities if m != "video")
         self.info = replace(self.info, modalities=modalities, no_clips=why)
 
     def expected(self, adapter: Soft | None) -> Expected:
-        """Returns what a stored chunk must be to fit the model, with the adapter that its packets were compiled in."""
+        """Return what a stored chunk must be to fit the model, with the adapter that its packets were compiled in."""
         probe = self.embed(torch.zeros(1, dtype=torch.int64))
         own = [self.kinds[kind] for kind in self.kind_of]
         return Expected(
@@ -194,15 +194,15 @@ class LoadedModel:
         )
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Returns ``[n, hidden]`` from the embedding table for ``[n]`` int64."""
+        """Return ``[n, hidden]`` from the embedding table for ``[n]`` int64."""
         return self.model.get_input_embeddings()(send(token_ids, self.device))
 
     def rows(self, token_ids: torch.Tensor) -> RowInputs:
-        """Returns the inputs of rows ``[T]`` that are tokens of text."""
+        """Return the inputs of rows ``[T]`` that are tokens of text."""
         return RowInputs(token_ids, self.embed(token_ids))
 
     def choose_attention(self, name: str) -> None:
-        """Selects an attention implementation; ``auto`` keeps the device's default.
+        """Select an attention implementation; ``auto`` keeps the device's default.
 
         Raises:
             ModelRefused: it is not available for this device and dtype.
@@ -212,7 +212,7 @@ class LoadedModel:
         self.info = replace(self.info, attention=self.attention_name, details=details)
 
     def _use_attention(self, name: str) -> None:
-        """Sets the implementations that serve rows: ``triton``, if it is not None, serves all of them, else those of
+        """Set the implementations that serve rows: ``triton``, if it is not None, serve all of them, else those of
         the choice do."""
         self.triton: TritonAttention | None = None
         if name == "triton":
@@ -227,7 +227,7 @@ class LoadedModel:
         self._blocks_name, self._blocks_note = choice.blocks, choice.blocks_note
 
     def triton_attention(self) -> TritonAttention:
-        """Returns the Triton attention that serves the model, or that would serve it.
+        """Return the Triton attention that serves the model, or that would serve it.
 
         Raises:
             ModelRefused: Triton cannot serve it.
@@ -286,17 +286,17 @@ class LoadedModel:
         return [self.kinds[kind].pattern for kind in self.kind_of]
 
     def rotation(self, base: int, layer: int = 0) -> QueryRotation | None:
-        """Returns the rotation of a layer's queries over a span at ``base``; None where no rotation is needed."""
+        """Return the rotation of a layer's queries over a span at ``base``; None where no rotation is needed."""
         return self.kinds[self.kind_of[layer]].rotary.rotation(base)
 
     def distances(self, difference: torch.Tensor, layer: int) -> torch.Tensor:
-        """Returns ``[n]``, the squared lengths over all heads of ``difference [2, kv_heads, n, head_dim]`` fp32 of keys
+        """Return ``[n]``, the squared lengths over all heads of ``difference [2, kv_heads, n, head_dim]`` fp32 of keys
         and values as a layer attends to them."""
         latent = self.latents.get(layer)
         return difference.square().sum((0, 1, 3)) if latent is None else latent.distances(difference)
 
     def single_rows(self, kind: int, calls: Sequence[SpanCall]) -> SingleRows:
-        """Returns the tables of rows that stand alone, for layers of a kind.
+        """Return the tables of rows that stand alone, for layers of a kind.
 
         Args:
             calls: everything that the rows see, one row per call.
@@ -308,7 +308,7 @@ class LoadedModel:
         return Singles.of(calls, self.partial, facts.rotary.rotations, kv_heads)  # ty: ignore[invalid-explicit-return] (its rows cannot be set)
 
     def kind_calls(self, kind: int, calls: list[SpanCall]) -> hooks.KindCalls:
-        """Returns the calls of blocks of rows in a step, for layers of a kind."""
+        """Return the calls of blocks of rows in a step, for layers of a kind."""
         facts = self.kinds[kind]
         kv_heads, blocks = facts.kv_heads if self.is_uneven else None, None
         if self.block_spans and self.triton is None and calls:
@@ -316,7 +316,7 @@ class LoadedModel:
         return hooks.KindCalls(calls, None, facts.rotary.rotation, kv_heads, blocks)
 
     def layer_calls(self, layer: int, calls: list[SpanCall]) -> hooks.KindCalls:
-        """Returns the calls of blocks of rows over keys and values of one layer alone."""
+        """Return the calls of blocks of rows over keys and values of one layer alone."""
         return self.kind_calls(self.kind_of[layer], calls)
 
     # ---- one packed forward
@@ -325,7 +325,7 @@ class LoadedModel:
     def forward(
         self, inputs: RowInputs, positions: torch.Tensor, step: hooks.Step, wanted: torch.Tensor
     ) -> torch.Tensor:
-        """Runs T packed rows.
+        """Run T packed rows.
 
         Args:
             positions: ``[1 or 3, T]`` rotary positions of the rows.
@@ -354,7 +354,7 @@ class LoadedModel:
         lengths: Sequence[int],
         blocks: Sequence[Sequence[tuple[int, int]]],
     ) -> hooks.Probe:
-        """Runs T rows of prompts as full prefills up to ``layer``. ``lengths`` are the rows of each prompt, ``blocks``
+        """Run T rows of prompts as full prefills up to ``layer``. ``lengths`` are the rows of each prompt, ``blocks``
         those of its rows ``[lo, hi)`` that attend to each other in both directions, in layers that do so.
 
         Returns:
@@ -373,7 +373,7 @@ class LoadedModel:
 
     @torch.inference_mode()
     def observe(self, inputs: RowInputs, positions: torch.Tensor, probe: hooks.Probe) -> None:
-        """Runs rows with a probe's own attention in every layer (analysis)."""
+        """Run rows with a probe's own attention in every layer (analysis)."""
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
         self.call(inputs, positions, probe, none)
 
@@ -385,7 +385,7 @@ class LoadedModel:
         wanted: torch.Tensor,
         given: dict[str, torch.Tensor] | None = None,
     ) -> Any:
-        """Runs the model under a step; ``given`` are further arguments."""
+        """Run the model under a step; ``given`` are further arguments."""
         self.extra_inputs, extra = self._beside(inputs), dict(given or {})
         if "per_layer_inputs" in self.extra_inputs and self._takes_per_layer:
             extra["per_layer_inputs"] = self.extra_inputs["per_layer_inputs"]
@@ -402,7 +402,7 @@ class LoadedModel:
             self.extra_inputs = {}
 
     def _beside(self, inputs: RowInputs) -> dict[str, Any]:
-        """Returns the text model's inputs for rows in addition to their embeddings."""
+        """Return the text model's inputs for rows in addition to their embeddings."""
         extra: dict[str, Any] = {}
         if inputs.deepstack is not None:
             marks, features = inputs.deepstack
@@ -411,5 +411,5 @@ class LoadedModel:
         return extra if found is None else {**extra, "per_layer_inputs": found}
 
     def _inject(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Passes inputs to the text model for which the models around it have no argument."""
+        """Pass inputs to the text model for which the models around it have no argument."""
         return (args, {**kwargs, **self.extra_inputs}) if self.extra_inputs else None

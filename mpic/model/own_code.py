@@ -21,7 +21,7 @@ _GENERATE = "custom_generate/generate.py"
 
 
 def own_code(path: str) -> list[str]:
-    """Returns the Python code of the model at ``path``, by the names in its files, such as
+    """Return the Python code of the model at ``path``, by the names in its files, such as
     ``modeling_tiny.TinyForCausalLM``; ``repository--module.Class`` is in another repository. Nothing is imported.
 
     Args:
@@ -34,7 +34,7 @@ def own_code(path: str) -> list[str]:
 
 
 def _classes(value: Any) -> Iterator[str]:
-    """Yields the names in an ``auto_map``: a string, or a list or an object of them, None for a class that is
+    """Yield the names in an ``auto_map``: a string, or a list or an object of them, None for a class that is
     missing."""
     if isinstance(value, str):
         yield value
@@ -55,7 +55,7 @@ def _find(path: str, name: str) -> Path | None:
 
 
 def _read(file: Path | None) -> dict[str, Any]:
-    """Returns the object in a JSON file; an empty one if there is none, which transformers itself will report."""
+    """Return the object in a JSON file; an empty one if there is none, which transformers itself will report."""
     try:
         found = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
     except (OSError, ValueError):

@@ -42,7 +42,7 @@ class KernelLinear(nn.Linear):
         return functional.linear(x, weight, bias)
 
     def _kernels_for(self, x: torch.Tensor, weight: torch.Tensor) -> Products | None:
-        """Returns the kernels if one takes these rows. A model may have been moved or converted since it was loaded."""
+        """Return the kernels if one takes these rows. A model may have been moved or converted since it was loaded."""
         if x.dtype is not weight.dtype or not weight.is_cpu or not weight.is_contiguous():
             return None
         if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
@@ -137,7 +137,7 @@ def use_one_call(text_model: nn.Module) -> None:
 
 
 def _epsilon(module: nn.Module) -> float | None:
-    """Returns the epsilon of a module that looks like an RMS norm with a weight; None of others."""
+    """Return the epsilon of a module that looks like an RMS norm with a weight; None of others."""
     weight = getattr(module, "weight", None)
     if not type(module).__name__.endswith("RMSNorm") or type(weight) is not nn.Parameter or weight.ndim != 1:
         return None
@@ -148,7 +148,7 @@ def _epsilon(module: nn.Module) -> float | None:
 
 @torch.inference_mode()
 def _is_same(norm: nn.Module, epsilon: float, dtype: torch.dtype) -> bool:
-    """Returns whether a norm gives what ``OneCallNorm`` would give, for rows of very different sizes."""
+    """Return whether a norm gives what ``OneCallNorm`` would give, for rows of very different sizes."""
     weight: Any = norm.weight
     rows = torch.randn(_ROWS, len(weight), generator=torch.Generator().manual_seed(0))
     rows = (rows * torch.logspace(-4, 4, _ROWS)[:, None]).to(dtype)
@@ -160,7 +160,7 @@ def _is_same(norm: nn.Module, epsilon: float, dtype: torch.dtype) -> bool:
 
 
 def differs_by_order(got: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Returns whether results differ by no more than sums in fp32 do that are added in another order.
+    """Return whether results differ by no more than sums in fp32 do that are added in another order.
 
     In half precision such a sum moves few results, by one step each. A norm that rounds at other places moves many.
     """
@@ -171,14 +171,14 @@ def differs_by_order(got: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def _over(kind: type[nn.Module], module: nn.Module) -> nn.Module:
-    """Returns a module of our own with the parameters, the hooks and the attributes of a model's."""
+    """Return a module of our own with the parameters, the hooks and the attributes of a model's."""
     own = kind.__new__(kind)
     own.__dict__.update(module.__dict__)
     return own
 
 
 def _replace(root: nn.Module, own: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Puts a module of our own in every place below a root where the model has one that ``own`` gives one for."""
+    """Put a module of our own in every place below a root where the model has one that ``own`` gives one for."""
     found: dict[int, nn.Module | None] = {}
     for parent in list(root.modules()):
         for name, module in list(parent._modules.items()):

@@ -86,7 +86,7 @@ class Program:
     def run(
         self, inputs: RowInputs, positions: torch.Tensor, step: Step, wanted: torch.Tensor
     ) -> torch.Tensor | None:
-        """Runs a step layer by layer. Arguments and result are those of ``LoadedModel.forward``; None: it has to be run
+        """Run a step layer by layer. Arguments and result are those of ``LoadedModel.forward``; None: it has to be run
         through the model's modules, and nothing has been written."""
         if not len(inputs.embeds) or inputs.deepstack is not None or step.kernel is not None:
             return None
@@ -97,7 +97,7 @@ class Program:
         return self._head(self._blocks(state, cosine, sine, places, attend, wanted)).float()
 
     def whole_decoder(self) -> WholeDecoder:
-        """Returns what runs steps of decoding rows from their tokens to their logits, with memory of its own.
+        """Return what runs steps of decoding rows from their tokens to their logits, with memory of its own.
 
         Raises:
             Unfused: embeddings or output projection are not plain.
@@ -112,7 +112,7 @@ class Program:
             raise Unfused(str(reason)) from reason
 
     def _places(self, count: int, writes: Sequence[Write]) -> torch.Tensor:
-        """Returns where keys and values of ``count`` rows go (``BlockLayers``): nowhere those that no write has."""
+        """Return where keys and values of ``count`` rows go (``BlockLayers``): nowhere those that no write has."""
         shape = self._shape
         fits = (shape.layers, 2, shape.kv_heads, shape.head_dim, self._kv_dtype, 1)
         table = np.zeros((count, 4), dtype=np.int64)
@@ -129,7 +129,7 @@ class Program:
         return torch.from_numpy(table)
 
     def rotations(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns cosine and sine ``[T, half]`` fp32 of positions ``[1 or 3, T]``, rounded as the model's own are."""
+        """Return cosine and sine ``[T, half]`` fp32 of positions ``[1 or 3, T]``, rounded as the model's own are."""
         of_pairs = positions[self._axes] if len(positions) > 1 else positions
         angle = of_pairs.T.float().contiguous() * self._frequencies
         cosine, sine = angle.cos(), angle.sin()
@@ -145,7 +145,7 @@ class Unfused(Exception):
 
 
 def read_decoder(text_model: Any, scale: float) -> DecoderWeights:
-    """Returns the weights of a decoder.
+    """Return the weights of a decoder.
 
     Args:
         scale: of the attention scores of the first layer.
@@ -198,7 +198,7 @@ def _layer(name: str, layer: Any, epsilons: set[float], head_epsilons: set[float
 def _refuse_parts(
     name: str, module: nn.Module, needed: AbstractSet[str], allowed: AbstractSet[str] = frozenset()
 ) -> None:
-    """Raises Unfused unless a module has the needed parts, and others only if they are allowed."""
+    """Raise Unfused unless a module has the needed parts, and others only if they are allowed."""
     parts = {part for part, _ in module.named_children()}
     tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     other = sorted({*(parts - needed - allowed), *(tensor for tensor, _ in tensors)})
@@ -209,7 +209,7 @@ def _refuse_parts(
 
 
 def _norm(name: str, norm: nn.Module, epsilons: set[float]) -> torch.Tensor:
-    """Returns a norm's weight, and adds its epsilon to those of its kind."""
+    """Return a norm's weight, and add its epsilon to those of its kind."""
     if not isinstance(norm, OneCallNorm):
         raise Unfused(f"{name} has a norm that is not weight * rms_norm(x) to the last bit")
     epsilons.add(norm.epsilon)
@@ -231,7 +231,7 @@ def _is_silu(activation: nn.Module) -> bool:
 def _attend(
     step: Step, scale: float, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
-    """Computes a layer's attention (``mpic.kernels.decoder.Attend``) in a step whose blocks are written."""
+    """Compute a layer's attention (``mpic.kernels.decoder.Attend``) in a step whose blocks are written."""
     for rows, observed in step.observed:
         observed.take(layer, q[:, rows], scale)
     if step.single_writes is not None:

@@ -61,7 +61,7 @@ Run = Callable[[RowInputs, torch.Tensor, Step, torch.Tensor], "torch.Tensor | No
 
 
 def find_program(loaded: LoadedModel) -> Program | None:
-    """Returns the program of a model, which is not proved yet; None where it has none, and notes the reason."""
+    """Return the program of a model, which is not proved yet; None where it has none, and note the reason."""
     loaded.program, details = None, loaded.info.details
     details[NOTE], details[TOKENS_NOTE] = "", ""
     try:
@@ -77,7 +77,7 @@ def find_program(loaded: LoadedModel) -> Program | None:
 
 
 def _read(loaded: LoadedModel) -> Program:
-    """Returns a model's program. Raises Unfused, or ModelRefused, if it has none."""
+    """Return a model's program. Raise Unfused, or ModelRefused, if it has none."""
     if loaded.device.type != "cpu":
         raise Unfused(f"it runs on the CPU, not on {loaded.device.type}")
     if not loaded.is_plain or loaded.latents or loaded.shape.parts != 2:
@@ -111,7 +111,7 @@ def prove_program(loaded: LoadedModel, program: Program | None, proofs: Proofs) 
 
 @torch.inference_mode()
 def difference(loaded: LoadedModel, program: Program) -> float:
-    """Returns the largest relative difference between the ways of steps: of rows that stand alone, and of blocks.
+    """Return the largest relative difference between the ways of steps: of rows that stand alone, and of blocks.
 
     Raises:
         ModelRefused: it is too large, or the model's way has operations that a program has not.
@@ -144,7 +144,7 @@ def difference(loaded: LoadedModel, program: Program) -> float:
 
 
 def _difference(loaded: LoadedModel, ways: Sequence[Run], rows: int, make: Callable[[], ProofStep]) -> float:
-    """Returns the largest relative difference between the first way of a step, the model's own, and the others. The
+    """Return the largest relative difference between the first way of a step, the model's own, and the others. The
     step has the same contents each time."""
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(0, loaded.text_config.vocab_size, (rows,), generator=generator)
@@ -163,7 +163,7 @@ def _difference(loaded: LoadedModel, ways: Sequence[Run], rows: int, make: Calla
 
 
 def _from_tokens(program: Program, decoder: WholeDecoder) -> Run:
-    """Returns the way that begins with the rows' tokens."""
+    """Return the way that begins with the rows' tokens."""
 
     def run(inputs: RowInputs, positions: torch.Tensor, step: Step, wanted: torch.Tensor) -> torch.Tensor:
         singles: Any = step.kinds[0].singles
@@ -176,7 +176,7 @@ def _from_tokens(program: Program, decoder: WholeDecoder) -> Run:
 
 
 def _in_parts(run: Run) -> Run:
-    """Returns the way that wants the first row alone, and then all others: behind the last attention a step computes no
+    """Return the way that wants the first row alone, and then all others: behind the last attention a step computes no
     more rows than are wanted."""
 
     def parts(
@@ -200,7 +200,7 @@ class ProofStep(NamedTuple):
 
 
 def _pool(loaded: LoadedModel) -> Pool:
-    """Returns a small pool with random contents, the same each time."""
+    """Return a small pool with random contents, the same each time."""
     extents = [
         _CHUNK,
         *(length + 1 for length in _LENGTHS),
@@ -218,7 +218,7 @@ def _kv(pool: Pool, tokens: int) -> KVView:
 
 
 def _single_step(loaded: LoadedModel, rows: int) -> ProofStep:
-    """Returns a step of rows that stand alone."""
+    """Return a step of rows that stand alone."""
     pool = _pool(loaded)
     chunk = _kv(pool, _CHUNK)
     own = [_kv(pool, length + 1) for length in _LENGTHS[:rows]]
@@ -233,7 +233,7 @@ def _single_step(loaded: LoadedModel, rows: int) -> ProofStep:
 
 
 def _block_step(loaded: LoadedModel) -> ProofStep:
-    """Returns a step of two blocks, of which some rows see a part of a chunk, and a row that stands alone."""
+    """Return a step of two blocks, of which some rows see a part of a chunk, and a row that stands alone."""
     pool = _pool(loaded)
     chunk = _kv(pool, _CHUNK)
     calls: list[SpanCall] = []
@@ -271,7 +271,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _watched(loaded: LoadedModel) -> Run:
-    """Returns the model's way, which raises ModelRefused at other operations. Only rows that stand alone can be
+    """Return the model's way, which raises ModelRefused at other operations. Only rows that stand alone can be
     watched, because the attention of blocks may be torch's."""
 
     def run(inputs: RowInputs, positions: torch.Tensor, step: Step, wanted: torch.Tensor) -> torch.Tensor:
@@ -283,7 +283,7 @@ def _watched(loaded: LoadedModel) -> Run:
 
 @torch.inference_mode()
 def _axes_and_scale(loaded: LoadedModel, half: int) -> tuple[torch.Tensor, float]:
-    """Returns the axis of the positions ``[half]`` that turns each pair of a head, and the scale of attention scores,
+    """Return the axis of the positions ``[half]`` that turns each pair of a head, and the scale of attention scores,
     both as the first layer's attention is seen to have them."""
     inputs = loaded.rows(torch.tensor(plain_ids(loaded.config, 4)))
     none = torch.zeros(loaded.mrope, 4, dtype=torch.int64)

@@ -38,7 +38,7 @@ _PREFIXES += ("ONEDNN_", "PYTORCH_", "TORCH", "TRANSFORMERS_", "TRITON_")
 
 
 def subject(loaded: LoadedModel, test: str) -> str | None:
-    """Returns the digest under which a self-test's proof is kept.
+    """Return the digest under which a self-test's proof is kept.
 
     Args:
         test: name of the self-test.
@@ -64,7 +64,7 @@ def subject(loaded: LoadedModel, test: str) -> str | None:
 
 
 def _began() -> float:
-    """Returns the time at which this process began."""
+    """Return the time at which this process began."""
     return psutil.Process().create_time()
 
 
@@ -78,7 +78,7 @@ def _own_sources() -> tuple[str, ...]:
 
 
 def _model_sources(loaded: LoadedModel) -> set[str]:
-    """Returns the files of transformers that are loaded, and those that define the classes of the model's modules and
+    """Return the files of transformers that are loaded, and those that define the classes of the model's modules and
     of the parts of its processor."""
     objects: list[Any] = [*loaded.model.modules(), loaded.config, loaded.text_config, loaded.processor]
     objects += [getattr(loaded.processor, part, None) for part in _PARTS]
@@ -89,7 +89,7 @@ def _model_sources(loaded: LoadedModel) -> set[str]:
 
 
 def _model(loaded: LoadedModel) -> Iterator[str]:
-    """Yields everything about the model and how it is run."""
+    """Yield everything about the model and how it is run."""
     yield from (loaded.digest, loaded.preprocessing, loaded.sampling, str(loaded.no_clips))
     details = {key: value for key, value in loaded.info.details.items() if key not in RESULTS}
     yield from (str(loaded.dtype), str(loaded.device), loaded.attention_name, str(details))
@@ -97,7 +97,7 @@ def _model(loaded: LoadedModel) -> Iterator[str]:
 
 
 def _software() -> Iterator[str]:
-    """Yields the versions of what runs, the settings of torch, and the environment."""
+    """Yield the versions of what runs, the settings of torch, and the environment."""
     yield from (VERSION, sys.version, str(sys.flags), torch.__version__, str(torch.version.git_version))
     for name in _LIBRARIES:
         yield f"{name} {getattr(sys.modules.get(name), '__version__', None)}"
@@ -111,7 +111,7 @@ def _software() -> Iterator[str]:
 
 
 def _machine(device: torch.device) -> Iterator[str]:
-    """Yields what tells machines apart: name, system, processor with its features, and the GPU with its driver."""
+    """Yield what tells machines apart: name, system, processor with its features, and the GPU with its driver."""
     yield from (platform.node(), platform.platform(), torch.backends.cpu.get_cpu_capability())
     yield _processor()
     if device.type == "cuda":
@@ -122,7 +122,7 @@ def _machine(device: torch.device) -> Iterator[str]:
 
 
 def _processor() -> str:
-    """Returns the lines of the first processor in Linux's list that do not change while it runs."""
+    """Return the lines of the first processor in Linux's list that do not change while it runs."""
     info = Path("/proc/cpuinfo")
     if not info.exists():
         return platform.processor()

@@ -63,7 +63,7 @@ class Proofs:
         self._new = 0
 
     def error_of(self, loaded: LoadedModel, name: str, test: Callable[[LoadedModel], float]) -> float:
-        """Returns the relative error of a self-test, which is run unless a proof of it is kept.
+        """Return the relative error of a self-test, which is run unless a proof of it is kept.
 
         Raises:
             ModelRefused: the test has failed; nothing is kept.
@@ -84,7 +84,7 @@ class Proofs:
 
     @property
     def summary(self) -> str:
-        """Says when the tests of this start have passed."""
+        """Say when the tests of this start have passed."""
         if not self.earlier:
             return "passed at this start"
         oldest = min(proof.passed for proof in self.earlier)
@@ -119,7 +119,7 @@ class Proofs:
 
 
 def _bytes_of(path: Path) -> bytes:
-    """Returns the file's content. Raises FileNotFoundError, Untrusted."""
+    """Return the file's content. Raise FileNotFoundError, Untrusted."""
     _refuse_folder(path.parent)
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _AS_IT_IS)) as file:
@@ -139,7 +139,7 @@ def _bytes_of(path: Path) -> bytes:
 
 
 def _refuse_folder(folder: Path) -> None:
-    """Raises Untrusted if others can write in a folder, FileNotFoundError if there is none."""
+    """Raise Untrusted if others can write in a folder, FileNotFoundError if there is none."""
     if _others_can_write(os.stat(folder)):
         raise Untrusted(f"{folder} belongs to another user, or others can write there (chmod go-w)")
 
@@ -149,7 +149,7 @@ def _others_can_write(found: os.stat_result) -> bool:
 
 
 def _parsed(content: bytes) -> dict[str, Proof]:
-    """Returns the proofs in a file. Raises Untrusted if it does not hold proofs alone."""
+    """Return the proofs in a file. Raise Untrusted if it does not hold proofs alone."""
     try:
         body = json.loads(content)
     except (ValueError, RecursionError):

@@ -93,7 +93,7 @@ class Int4Linear(nn.Module):
 
 
 def refuse_quantize(method: str, device: torch.device, already: dict[str, Any] | None) -> None:
-    """Raises ModelRefused if there is no such method, the device is not a CPU, or the weights are quantised
+    """Raise ModelRefused if there is no such method, the device is not a CPU, or the weights are quantised
     ``already``."""
     if method not in METHODS:
         raise ModelRefused(f"unknown quantize '{method}'; available: {', '.join(METHODS)}")
@@ -106,7 +106,7 @@ def refuse_quantize(method: str, device: torch.device, already: dict[str, Any] |
 
 
 def quantize_weights(model: nn.Module, method: str) -> dict[str, int | str]:
-    """Replaces the linear layers of a model's decoder in place, one after the other.
+    """Replace the linear layers of a model's decoder in place, one after the other.
 
     Args:
         model: a model with plain weights on the CPU.
@@ -155,7 +155,7 @@ def quantize_weights(model: nn.Module, method: str) -> dict[str, int | str]:
 
 
 def _linears(layers: nn.Module, method: str) -> tuple[list[tuple[nn.Module, str]], int, int]:
-    """Returns the linear layers that can be replaced, each by its parent and its name there, the number of those that
+    """Return the linear layers that can be replaced, each by its parent and its name there, the number of those that
     expand latents, and that of those whose sizes do not fit."""
     fitting: list[tuple[nn.Module, str]] = []
     latents = kept = 0
@@ -173,7 +173,7 @@ def _linears(layers: nn.Module, method: str) -> tuple[list[tuple[nn.Module, str]
 
 
 def _other_weights(layers: nn.Module) -> list[nn.Parameter]:
-    """Returns the matrices of a decoder that are not those of linear layers or embeddings: of routers and experts, but
+    """Return the matrices of a decoder that are not those of linear layers or embeddings: of routers and experts, but
     not the small ones of convolutions and the like."""
     found = {
         id(one): one
@@ -186,6 +186,6 @@ def _other_weights(layers: nn.Module) -> list[nn.Parameter]:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Returns the bytes of a model's weights; shared ones are counted once."""
+    """Return the bytes of a model's weights; shared ones are counted once."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.nbytes for t in tensors.values())

@@ -14,7 +14,7 @@ from mpic.model.quantize import weight_bytes
 
 
 def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
-    """Returns the quantization settings in a checkpoint's configuration, or None if it is not quantised."""
+    """Return the quantization settings in a checkpoint's configuration, or None if it is not quantised."""
     for part in (config, config.get_text_config()):
         found = getattr(part, "quantization_config", None)
         if found:
@@ -23,20 +23,20 @@ def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
 
 
 def method_of(quantization: dict[str, Any]) -> str:
-    """Returns the name of a method, such as ``gptq``; empty if none is given."""
+    """Return the name of a method, such as ``gptq``; empty if none is given."""
     method = quantization.get("quant_method") or ""
     bits = "8" if quantization.get("load_in_8bit") else "4" if quantization.get("load_in_4bit") else ""
     return f"bitsandbytes_{bits}bit" if bits else str(getattr(method, "value", method))
 
 
 def described(config: PretrainedConfig, model: nn.Module) -> dict[str, Any] | None:
-    """Returns the facts for ``/health`` about a quantised checkpoint; None if it is not quantised."""
+    """Return the facts for ``/health`` about a quantised checkpoint; None if it is not quantised."""
     quantization = quantization_of(config)
     return None if quantization is None else {"method": method_of(quantization), "bytes": weight_bytes(model)}
 
 
 def refuse_quantized(config: PretrainedConfig) -> None:
-    """Refuses checkpoints that transformers cannot load here. It would treat weights of an unknown method as plain
+    """Refuse checkpoints that transformers cannot load here. It would treat weights of an unknown method as plain
     ones, and replace those that it does not find by random ones.
 
     Raises:

@@ -24,7 +24,7 @@ _STATES = ("linear", "conv", "mamba", "recurrent", "ssm")
 
 
 def refuse_unsupported(config: Any, text_config: Any) -> None:
-    """Raises ModelRefused for a model that is known not to work on any engine."""
+    """Raise ModelRefused for a model that is known not to work on any engine."""
     _refuse_by_name(config, text_config, _REASONS)
     if getattr(config, "is_encoder_decoder", False):
         raise ModelRefused(f"{config.model_type}: an encoder-decoder attends across, not over one prompt")
@@ -40,7 +40,7 @@ def refuse_unsupported(config: Any, text_config: Any) -> None:
 
 
 def refuse_on_vllm(config: Any, text_config: Any) -> None:
-    """Raises ModelRefused for a model whose keys cannot be moved inside vLLM's pages, although the native engine may
+    """Raise ModelRefused for a model whose keys cannot be moved inside vLLM's pages, although the native engine may
     serve it (the native engine looks at each layer instead, ``trace.py``)."""
     refuse_unsupported(config, text_config)
     _refuse_by_name(config, text_config, _ON_VLLM)
@@ -67,7 +67,7 @@ def _refuse_by_name(config: Any, text_config: Any, reasons: dict[str, str]) -> N
 
 
 def context_limit(text_config: Any) -> int:
-    """Returns the longest context in tokens.
+    """Return the longest context in tokens.
 
     Llama 4 scales queries by a row's number in the forward once that reaches ``floor_scale``, and a packed step has
     rows of many requests: its context ends before that.
@@ -79,7 +79,7 @@ def context_limit(text_config: Any) -> int:
 
 
 def context_on_vllm(text_config: Any) -> int:
-    """Returns the longest context in tokens in vLLM: no longer than the model's sliding window if it has one."""
+    """Return the longest context in tokens in vLLM: no longer than the model's sliding window if it has one."""
     limit = context_limit(text_config)
     window = getattr(text_config, "sliding_window", None)
     layer_types = getattr(text_config, "layer_types", None)

@@ -56,28 +56,28 @@ class Rotary:
         return len(self.frequencies)
 
     def rotation(self, base: int) -> QueryRotation | None:
-        """Returns the rotation of queries that makes a span compiled at 0 appear at ``base``; None for base 0."""
+        """Return the rotation of queries that makes a span compiled at 0 appear at ``base``; None for base 0."""
         if base == 0:
             return None
         [row] = self._rows_of([base])
         return QueryRotation(self._table[0, row], self._table[1, row], self.interleaved, self.start)
 
     def rotations(self, bases: Sequence[int]) -> QueryRotation | None:
-        """Returns the rotations by minus several bases, stacked; None when all bases are 0."""
+        """Return the rotations by minus several bases, stacked; None when all bases are 0."""
         if not any(bases):
             return None
         rows = upload({"rows": np.array(self._rows_of(bases))}, self._device)["rows"]
         return QueryRotation(self._table[0][rows], self._table[1][rows], self.interleaved, self.start)
 
     def explains(self, before: torch.Tensor, after: torch.Tensor, shift: int, limit: float) -> bool:
-        """Returns whether ``after [heads, rows, head_dim]`` is ``before`` at positions that are ``shift`` larger."""
+        """Return whether ``after [heads, rows, head_dim]`` is ``before`` at positions that are ``shift`` larger."""
         back = rotate(after, self._of(-shift * self.frequencies))
         return float((back - before).abs().max()) <= limit * max(float(before.abs().max()), 1e-30)
 
     # A normal tensor, because later callers may write the table inside or outside of inference mode.
     @torch.inference_mode(False)
     def _rows_of(self, bases: Sequence[int]) -> list[int]:
-        """Returns the rows of the rotations by these bases in the table, ``cos, sin [2, capacity, half]`` on the
+        """Return the rows of the rotations by these bases in the table, ``cos, sin [2, capacity, half]`` on the
         device, after adding new ones. Rotations that were returned earlier keep the table they were taken from."""
         new = [base for base in dict.fromkeys(bases) if base not in self._rows]
         if len(self._rows) + len(new) > self._table.shape[1]:
@@ -108,7 +108,7 @@ class Unrotated:
 
 
 def refuse_changing(model: nn.Module) -> None:
-    """Raises ModelRefused if a rotary embedding's frequencies depend on the length of the prompt."""
+    """Raise ModelRefused if a rotary embedding's frequencies depend on the length of the prompt."""
     for module in model.modules():
         types: Any = getattr(module, "rope_type", None)
         for kind in types.values() if isinstance(types, dict) else (types,):
@@ -119,7 +119,7 @@ def refuse_changing(model: nn.Module) -> None:
 
 
 def candidates(model: nn.Module, head_dim: int, device: torch.device) -> Iterator[Rotary]:
-    """Yields every rotation of heads of a size by frequencies that the model holds."""
+    """Yield every rotation of heads of a size by frequencies that the model holds."""
     found: list[torch.Tensor] = []
     for name, buffer in model.named_buffers():
         if "inv_freq" not in name.rpartition(".")[2] or "original" in name:

@@ -42,7 +42,7 @@ no more than ``MOST`` times the tolerance. 32 random layers of LLaVA-1.6-7B's sh
 
 @torch.inference_mode()
 def self_test(loaded: LoadedModel) -> float:
-    """Compares with the stock model and returns the relative error.
+    """Compare with the stock model and return the relative error.
 
     Raises:
         ModelRefused: the logits differ, or the model cannot be called this way at all.
@@ -53,14 +53,14 @@ def self_test(loaded: LoadedModel) -> float:
 
 
 def _logits(loaded: LoadedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the logits of the prompt as a step, and the stock model's."""
+    """Return the logits of the prompt as a step, and the stock model's."""
     ids, positions = _prompt(loaded)
     expected = _stock(loaded, ids, positions)
     return as_step(loaded, loaded.rows(ids), positions, _SEGMENTS), expected
 
 
 def _prompt(loaded: LoadedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the prompt's tokens ``[n]``, and their positions ``[1 or 3, n]`` on the device."""
+    """Return the prompt's tokens ``[n]``, and their positions ``[1 or 3, n]`` on the device."""
     n = _SEGMENTS[-1][1]
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, loaded.text_config.vocab_size, (n,), generator=generator)
@@ -82,7 +82,7 @@ def compare(
     what: str,
     why: str,
 ) -> float:
-    """Returns the relative error of logits.
+    """Return the relative error of logits.
 
     Args:
         logits: computes them, and those of the stock model.
@@ -111,13 +111,13 @@ def compare(
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Returns ``|difference| / max |logit|`` at its largest."""
+    """Return ``|difference| / max |logit|`` at its largest."""
     return float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
 
 
 @torch.inference_mode()
 def beyond_rounding(loaded: LoadedModel, tolerance: float) -> float:
-    """Returns by how much the logits of two computations may differ if nothing but their rounding does.
+    """Return by how much the logits of two computations may differ if nothing but their rounding does.
 
     Every layer of a model in half precision rounds anew, and how much of that reaches the logits depends on the
     weights. It is measured between two attentions of transformers: where ours is wrong, it cannot set its own limit.
@@ -137,7 +137,7 @@ def beyond_rounding(loaded: LoadedModel, tolerance: float) -> float:
 
 @contextmanager
 def stock_attention(loaded: LoadedModel, name: str = "eager") -> Iterator[None]:
-    """Makes a loaded model attend as an attention of transformers does."""
+    """Make a loaded model attend as an attention of transformers does."""
     config: Any = loaded.text_model.config
     config._attn_implementation_internal = name
     try:
@@ -149,7 +149,7 @@ def stock_attention(loaded: LoadedModel, name: str = "eager") -> Iterator[None]:
 def _stock(
     loaded: LoadedModel, ids: torch.Tensor, positions: torch.Tensor, attention: str = "eager"
 ) -> torch.Tensor:
-    """Returns the logits of the stock model, called as its users call it: with token ids."""
+    """Return the logits of the stock model, called as its users call it: with token ids."""
     position_ids = positions[:1] if loaded.mrope == 1 else positions[:, None]
     given = ids[None].to(loaded.device)
     mask = torch.ones_like(given)
@@ -165,7 +165,7 @@ def as_step(
     segments: Segments,
     scope: Scope | None = None,
 ) -> torch.Tensor:
-    """Returns the logits of a prompt in which every segment has its own extent; a chunk's positions begin at 0.
+    """Return the logits of a prompt in which every segment has its own extent; a chunk's positions begin at 0.
 
     Args:
         scope: the tokens that attend to each other in both directions: those of each chunk, which is an image, or all.
@@ -188,7 +188,7 @@ def as_step(
 
 
 def bases(positions: torch.Tensor, segments: Segments) -> list[int]:
-    """Returns for each segment the position from which its own positions are counted: that of a chunk's first token,
+    """Return for each segment the position from which its own positions are counted: that of a chunk's first token,
     else 0."""
     return [int(positions[:, start].min()) if is_chunk else 0 for start, _, is_chunk in segments]
 
@@ -201,7 +201,7 @@ def _calls(
     base_of: list[int],
     scope: Scope | None,
 ) -> list[SpanCall]:
-    """Returns the calls of a segment's rows: rows are at ``p - base``, keys of other segments at their own
+    """Return the calls of a segment's rows: rows are at ``p - base``, keys of other segments at their own
     positions."""
     start, end, is_chunk = segments[at]
     rows = end - start

@@ -19,7 +19,7 @@ def stock_logits(
     keep: int,
     deepstack: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """Runs T rows as transformers does, with gradients where the caller wants them (training of packets). The
+    """Run T rows as transformers does, with gradients where the caller wants them (training of packets). The
     caller sets an attention implementation of transformers' own.
 
     Args:

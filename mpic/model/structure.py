@@ -34,7 +34,7 @@ OWN_EMBEDDINGS = "its layers look up embeddings of their own by token id, and tr
 
 
 def has_layer_embeddings(text_model: nn.Module) -> bool:
-    """Returns whether the layers look up embeddings of their own by token id (Gemma 3n and 4)."""
+    """Return whether the layers look up embeddings of their own by token id (Gemma 3n and 4)."""
     sized = getattr(text_model.config, "hidden_size_per_layer_input", None)
     return bool(sized) and hasattr(text_model, "get_per_layer_inputs")
 
@@ -42,7 +42,7 @@ def has_layer_embeddings(text_model: nn.Module) -> bool:
 def per_layer_inputs(
     text_model: nn.Module, ids: torch.Tensor, stand_ins: Mapping[int, int] | None = None
 ) -> torch.Tensor | None:
-    """Returns the embeddings that a model with its own embeddings in every layer (Gemma 3n and 4) looks up for ``ids
+    """Return the embeddings that a model with its own embeddings in every layer (Gemma 3n and 4) looks up for ``ids
     [T]`` in host memory, or None for other models. Without them such a model would search its whole table for each
     row's embedding.
 
@@ -60,7 +60,7 @@ def per_layer_inputs(
 
 @torch.inference_mode()
 def stand_ins_of(model: nn.Module, text_model: nn.Module, image_token_id: int | None) -> dict[int, int]:
-    """Returns the token that a model looks up in its layers' embeddings in place of an image's, which is mostly
+    """Return the token that a model looks up in its layers' embeddings in place of an image's, which is mostly
     padding. It is found from the inputs of the text model when the whole model is called with an image's token.
 
     Raises:
@@ -90,25 +90,25 @@ def stand_ins_of(model: nn.Module, text_model: nn.Module, image_token_id: int | 
 
 
 def _special_ids(config: Any) -> set[int]:
-    """Returns the tokens that a model's forward may look for: those that stand for images, video, audio, padding."""
+    """Return the tokens that a model's forward may look for: those that stand for images, video, audio, padding."""
     named = config.to_dict().items()
     return {v for k, v in named if isinstance(v, int) and k.endswith(("_token_id", "_token_index"))}
 
 
 def plain_ids(config: Any, count: int) -> list[int]:
-    """Returns the ids of ``count`` tokens of text, ascending."""
+    """Return the ids of ``count`` tokens of text, ascending."""
     special = _special_ids(config)
     return list(itertools.islice((i for i in itertools.count(3) if i not in special), count))
 
 
 def as_plain(config: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Returns ids in which tokens that stand for something else are replaced by a text token."""
+    """Return ids in which tokens that stand for something else are replaced by a text token."""
     special = torch.tensor(sorted(_special_ids(config)), dtype=ids.dtype)
     return ids.where(~torch.isin(ids, special), plain_ids(config, 1)[0])
 
 
 def inner_of(model: nn.Module) -> nn.Module:
-    """Returns the model below the output projection, which has different attribute names in different families."""
+    """Return the model below the output projection, which has different attribute names in different families."""
     inner = getattr(model, "model", None)
     if not isinstance(inner, nn.Module):
         inner = getattr(model, getattr(model, "base_model_prefix", "") or "model", None)
@@ -116,7 +116,7 @@ def inner_of(model: nn.Module) -> nn.Module:
 
 
 def text_model_of(model: nn.Module) -> nn.Module:
-    """Returns the decoder over text, which is the language model of a vision-language model."""
+    """Return the decoder over text, which is the language model of a vision-language model."""
     inner = inner_of(model)
     for name in ("language_model", "text_model", "decoder"):
         part = getattr(inner, name, None)
@@ -126,7 +126,7 @@ def text_model_of(model: nn.Module) -> nn.Module:
 
 
 def decoder_of(model: nn.Module) -> nn.Module:
-    """Returns the decoder over text. Raises ModelRefused if it has no layers."""
+    """Return the decoder over text. Raise ModelRefused if it has no layers."""
     text = text_model_of(model)
     if not hasattr(text, "layers"):
         raise ModelRefused(f"{type(model).__name__}: no decoder with layers")

@@ -108,7 +108,7 @@ class ForwardTrace:
         dtype: Any = None,
         device: torch.device | None = None,
     ) -> torch.Tensor:
-        """Returns a tensor that stands for a mask, so that it can be recognised when a layer receives it: on the
+        """Return a tensor that stands for a mask, so that it can be recognised when a layer receives it: on the
         device of the model, or what moves tensors there would make it another."""
         try:
             window: Any = self.read(mask_function)
@@ -128,7 +128,7 @@ class ForwardTrace:
         mask: Any,
         given: dict[str, Any],
     ) -> torch.Tensor:
-        """Records a layer and returns each row's own value, ``[1, rows, heads, dim]``."""
+        """Record a layer and return each row's own value, ``[1, rows, heads, dim]``."""
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int):
             raise ModelRefused(f"{type(module).__name__} does not know the number of its layer")
@@ -166,12 +166,12 @@ class ForwardTrace:
 
 
 def seen_by(mask_function: Callable[..., Any]) -> Callable[[int, int], bool]:
-    """Returns one of transformers' mask functions as a function of a row's and a key's place."""
+    """Return one of transformers' mask functions as a function of a row's and a key's place."""
     return lambda row, key: bool(mask_function(0, 0, torch.tensor(row), torch.tensor(key)))
 
 
 def window_of(mask_function: Callable[..., Any]) -> Window | None:
-    """Returns the window of one of transformers' mask functions ``(batch, head, row, key) -> seen``; None: all before.
+    """Return the window of one of transformers' mask functions ``(batch, head, row, key) -> seen``; None: all before.
 
     Raises:
         ModelRefused: the mask is neither causal nor a window.
@@ -204,7 +204,7 @@ def window_of(mask_function: Callable[..., Any]) -> Window | None:
 
 
 def _chunk(first: Callable[[int], int], start: int) -> int:
-    """Returns the size of the chunk that begins at ``start``, which is the distance to the beginning of the next
+    """Return the size of the chunk that begins at ``start``, which is the distance to the beginning of the next
     one."""
     step = 1
     while first(_FAR + step) == start:
@@ -219,7 +219,7 @@ def _chunk(first: Callable[[int], int], start: int) -> int:
 
 
 def _is_right(window: Window | None, sees: Callable[[int, int], bool]) -> bool:
-    """Returns whether a window agrees with a mask function at places that were not examined before."""
+    """Return whether a window agrees with a mask function at places that were not examined before."""
     generator = np.random.default_rng(0)
     size = 64 if window is None else window.size
     for row in generator.integers(0, 4 * size, 24).tolist():
@@ -237,7 +237,7 @@ def trace(
     layers: int,
     dtype: torch.dtype,
 ) -> tuple[list[LayerKind], list[LayerFacts]]:
-    """Finds the kinds of a model's layers, and the facts of each layer.
+    """Find the kinds of a model's layers, and the facts of each layer.
 
     Args:
         run: runs token ids ``[ROWS]`` at positions from a number on under a trace, and returns logits.
@@ -304,7 +304,7 @@ def _rotary(
     limit: float,
     device: torch.device,
 ) -> Rotary | Unrotated:
-    """Returns the rotation that explains how a layer's queries and keys change with positions, preferably a known
+    """Return the rotation that explains how a layer's queries and keys change with positions, preferably a known
     one."""
     if all(alike(seen.key, one.key, limit) and alike(seen.query, one.query, limit) for one in shifted):
         return known[0]
@@ -321,12 +321,12 @@ def _rotary(
 
 
 def limit_of(module: nn.Module) -> float:
-    """Returns the largest relative difference that rounding can cause."""
+    """Return the largest relative difference that rounding can cause."""
     return _LIMITS.get(next(module.parameters()).dtype, 1e-3)
 
 
 def alike(a: torch.Tensor, b: torch.Tensor, limit: float) -> bool:
-    """Returns whether two tensors are equal up to rounding."""
+    """Return whether two tensors are equal up to rounding."""
     return float((a - b).abs().max()) <= limit * max(float(a.abs().max()), 1e-30)
 
 
@@ -337,7 +337,7 @@ def _some(layers: Sequence[int]) -> str:
 def with_blocks(
     kinds: Sequence[LayerKind], layers: Sequence[LayerFacts], blocks: Sequence[Blocks | None]
 ) -> tuple[list[LayerKind], list[LayerFacts]]:
-    """Returns kinds and facts of a model's layers, with the blocks of each layer."""
+    """Return kinds and facts of a model's layers, with the blocks of each layer."""
     of_layers = [replace(kinds[facts.kind], blocks=one) for facts, one in zip(layers, blocks, strict=True)]
     made = list(dict.fromkeys(of_layers))
     return made, [

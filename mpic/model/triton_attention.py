@@ -23,7 +23,7 @@ Entry = TypeVar("Entry", Write, SpanCall)
 
 
 def refuse_layers(kinds: Sequence[LayerKind]) -> None:
-    """Raises ModelRefused if the kernels do not support the layers."""
+    """Raise ModelRefused if the kernels do not support the layers."""
     lacks = {
         "layers that differ in their heads": len({(kind.heads, kind.kv_heads, kind.dim) for kind in kinds})
         > 1,
@@ -61,7 +61,7 @@ class TritonKernel(ModelKernel):
     kinds: Sequence[TritonStep]  # ty: ignore[invalid-named-tuple-override] (a narrower type for the same field)
 
     def advance(self) -> TritonKernel | None:
-        """Returns the kernels of the same single rows one step later; see ``TritonStep.advance``."""
+        """Return the kernels of the same single rows one step later; see ``TritonStep.advance``."""
         advanced = [kind.advance() for kind in self.kinds]
         return None if None in advanced else self
 
@@ -140,7 +140,7 @@ class TritonAttention:
             self.block_programs = self.block_programs or resident.blocks
 
     def prepare(self, step: Step, rows: int) -> TritonKernel:
-        """Returns the step's tables on the device. Spans stay in place, so nothing is copied."""
+        """Return the step's tables on the device. Spans stay in place, so nothing is copied."""
         anchor = step.writes[0].span.source.data
         writes = [self.located(write, anchor) for write in step.writes]
         made = [
@@ -161,14 +161,14 @@ class TritonAttention:
         return TritonKernel(made, self.kind_of)
 
     def calls(self, kind: LayerKind, calls: KindCalls, anchor: torch.Tensor) -> list[SpanCall]:
-        """Returns the calls of rows in layers of a kind, in the form from which the tables are made."""
+        """Return the calls of rows in layers of a kind, in the form from which the tables are made."""
         located = [self.located(call, anchor) for call in calls.calls]
         if isinstance(kind.rotary, Rotary):
             return located
         return [call._replace(span=call.span._replace(base=0)) for call in located]
 
     def located(self, entry: Entry, anchor: torch.Tensor) -> Entry:
-        """Returns the entry with a span whose source is its place in memory relative to the anchor."""
+        """Return the entry with a span whose source is its place in memory relative to the anchor."""
         strides = self._step.strides_of(entry.span.source.data, anchor)
         return entry._replace(span=entry.span._replace(source=strides))  # ty: ignore[invalid-explicit-return] (its own class)
 
@@ -206,7 +206,7 @@ class StaticAttention:
         return partials + sum(tables.nbytes for tables in self._tables)
 
     def kernels(self, rows: int) -> list[StaticKernel]:
-        """Returns the kernels of steps with this number of rows: first for few items without holes, then for others."""
+        """Return the kernels of steps with this number of rows: first for few items without holes, then for others."""
         made = []
         for holes, grid in enumerate(self._static.grids(rows, self._tables[0].shape)):
             steps = [self._static.StaticStep(tables, rows, grid, bool(holes)) for tables in self._tables]
@@ -214,7 +214,7 @@ class StaticAttention:
         return made
 
     def fill(self, kernel: StaticKernel, writes: Sequence[Write], kinds: Sequence[KindCalls]) -> bool:
-        """Fills the tables for a step; returns False when it does not fit.
+        """Fill the tables for a step; return False when it does not fit.
 
         Args:
             writes: the writes of the rows' keys and values.
@@ -228,6 +228,6 @@ class StaticAttention:
         )
 
     def advance(self) -> None:
-        """Makes all tables those of the same rows one token later."""
+        """Make all tables those of the same rows one token later."""
         for tables in self._tables:
             tables.advance()

@@ -17,7 +17,7 @@ from mpic.model.vision import CLIP_TYPE, processed
 
 @torch.inference_mode()
 def video_self_test(loaded: LoadedModel) -> float:
-    """Compares with the stock model and returns the relative error.
+    """Compare with the stock model and return the relative error.
 
     Raises:
         ModelRefused: the logits differ, or the model's clips cannot be linked.
@@ -33,7 +33,7 @@ def video_self_test(loaded: LoadedModel) -> float:
 
 
 def _clip(frames: int, width: int, height: int) -> Clip:
-    """Returns a clip of noise, every other frame of which is seen."""
+    """Return a clip of noise, every other frame of which is seen."""
     generator = np.random.default_rng(frames)
     pixels = generator.integers(0, 256, (frames, height, width, 3), np.uint8)
     facts = ClipFacts(width, height, 2 * frames, 4.0)

@@ -42,7 +42,7 @@ class VisionModel(Protocol):
 
 
 def image_inputs(model: VisionModel, image: Image.Image) -> ChunkInputs:
-    """Returns an image's own tokens (with what its processor puts between them, without what stands around them), their
+    """Return an image's own tokens (with what its processor puts between them, without what stands around them), their
     embeddings, DeepStack features and local rotary positions.
 
     Raises:
@@ -79,7 +79,7 @@ def image_inputs(model: VisionModel, image: Image.Image) -> ChunkInputs:
 
 
 def image_tokens(model: VisionModel, text: str) -> list[int]:
-    """Returns the token ids, from the first of an image's to the last, in what a processor puts into a prompt for
+    """Return the token ids, from the first of an image's to the last, in what a processor puts into a prompt for
     it."""
     token = model.tokenizer.convert_ids_to_tokens(model.image_token_id)
     cut = cut_at_tokens(text, token)
@@ -95,7 +95,7 @@ def image_tokens(model: VisionModel, text: str) -> list[int]:
 
 
 def _refuse_tokens(model: VisionModel, features: int, tokens: int, of_image: int) -> None:
-    """Raises UnsupportedModality if a processor gives an image other tokens than the model can take."""
+    """Raise UnsupportedModality if a processor gives an image other tokens than the model can take."""
     if of_image != features:
         raise UnsupportedModality(
             f"model {model.info.name}: its processor gives the image {of_image} tokens, its encoder {features}"
@@ -114,7 +114,7 @@ def _among_text(
     features: torch.Tensor,
     deep: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the embeddings of tokens, and DeepStack's for all of them: an encoder's for those that it has ``seen``,
+    """Return the embeddings of tokens, and DeepStack's for all of them: an encoder's for those that it has ``seen``,
     and the table's, and zeros, for the others."""
     if seen.all():
         return features, deep
@@ -128,7 +128,7 @@ def _among_text(
 
 
 def clip_sampler(model: VisionModel) -> Sample:
-    """Returns what chooses the frames of a clip that a model sees.
+    """Return what chooses the frames of a clip that a model sees.
 
     Raises:
         UnsupportedModality: the model takes no clips.
@@ -139,7 +139,7 @@ def clip_sampler(model: VisionModel) -> Sample:
 
 
 def clip_inputs(model: VisionModel, clip: Clip) -> ChunkInputs:
-    """Returns the tokens that the model's processor puts in place of a clip (of some families with timestamps and
+    """Return the tokens that the model's processor puts in place of a clip (of some families with timestamps and
     markers between those of its frames), their embeddings, DeepStack features and local rotary positions.
 
     Args:
@@ -173,7 +173,7 @@ CLIP_TYPE = 2
 
 
 def processed(processor: Any, clips: list[Clip], text: list[str]) -> Mapping[str, Any]:
-    """Returns what a processor makes of clips whose frames are sampled already."""
+    """Return what a processor makes of clips whose frames are sampled already."""
     return processor(
         text=text,
         videos=[clip.frames for clip in clips],
@@ -188,7 +188,7 @@ def processed(processor: Any, clips: list[Clip], text: list[str]) -> Mapping[str
 def _positions_and_next(
     model: VisionModel, inner: Any, ids: torch.Tensor, kinds: torch.Tensor, made: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Returns ``[3, n + 1]`` rotary positions of a clip's tokens and, last, of the token of text that follows it.
+    """Return ``[3, n + 1]`` rotary positions of a clip's tokens and, last, of the token of text that follows it.
 
     Only the model knows the last one: in transformers 5.19 the text behind a clip goes on where its height or width
     ends, however many positions its time takes.
@@ -205,7 +205,7 @@ def _positions_and_next(
 def _given(
     model: VisionModel, encode: Callable[..., Any], made: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """Returns those of a processor's tensors that the vision encoder takes, where and as the model is."""
+    """Return those of a processor's tensors that the vision encoder takes, where and as the model is."""
     taken = inspect.signature(encode).parameters
     return {
         k: v.to(model.device, model.dtype if v.is_floating_point() else None)
@@ -215,7 +215,7 @@ def _given(
 
 
 def _features(model: VisionModel, outputs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the features ``[n, hidden]`` of a vision encoder's tokens, and DeepStack's ``[layers, n, hidden]``."""
+    """Return the features ``[n, hidden]`` of a vision encoder's tokens, and DeepStack's ``[layers, n, hidden]``."""
     if getattr(outputs, "pooler_output", None) is None:
         raise UnsupportedModality(f"model {model.info.name} gives no features for an image's tokens")
     embeds = torch.cat([part.flatten(0, -2) for part in outputs.pooler_output]).to(model.dtype)

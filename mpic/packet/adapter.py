@@ -50,7 +50,7 @@ class Adapter:
         return len(self.header), len(self.trailer)
 
     def __len__(self) -> int:
-        """Returns how many tokens it adds to a chunk."""
+        """Return how many tokens it adds to a chunk."""
         return len(self.header) + len(self.trailer)
 
     @cached_property
@@ -62,7 +62,7 @@ class Adapter:
         return h.hexdigest()
 
     def wrap(self, inputs: ChunkInputs, embed: Callable[[torch.Tensor], torch.Tensor]) -> ChunkInputs:
-        """Returns the inputs of a chunk's packet.
+        """Return the inputs of a chunk's packet.
 
         Args:
             embed: gives ``[n, hidden]`` for the token ids of a text.
@@ -70,7 +70,7 @@ class Adapter:
         return inputs.embedded(embed).wrap(self.header, self.trailer)
 
     def surrounds(self, inputs: ChunkInputs) -> bool:
-        """Returns whether the embeddings of a chunk begin with the header and end with the trailer of this adapter,
+        """Return whether the embeddings of a chunk begin with the header and end with the trailer of this adapter,
         both rounded to the type of the embeddings."""
         if inputs.embeds is None or len(inputs) < len(self):
             return False
@@ -80,7 +80,7 @@ class Adapter:
         return torch.equal(found, torch.cat([self.header, self.trailer]).to(found))
 
     def save(self, path: Path) -> None:
-        """Writes the adapter durably."""
+        """Write the adapter durably."""
         tensors = {"header": self.header.contiguous(), "trailer": self.trailer.contiguous()}
         metadata = {
             "format": FORMAT,
@@ -93,7 +93,7 @@ class Adapter:
 
 
 def load_adapter(path: Path, model: str, hidden: int) -> Adapter:
-    """Reads the adapter of a model.
+    """Read the adapter of a model.
 
     Args:
         model: digest of the model's weights.
@@ -112,7 +112,7 @@ def load_adapter(path: Path, model: str, hidden: int) -> Adapter:
 
 
 def read_adapter(path: Path, hidden: int) -> Adapter:
-    """Reads an adapter without asking which weights it was trained with.
+    """Read an adapter without asking which weights it was trained with.
 
     Args:
         hidden: embedding width of the model that it is for.
@@ -144,7 +144,7 @@ def read_adapter(path: Path, hidden: int) -> Adapter:
 
 
 def require_adapter(adapter: Adapter | None, model: str, cannot: str = "") -> Adapter:
-    """Returns the adapter of a model.
+    """Return the adapter of a model.
 
     Args:
         model: its name.
@@ -165,7 +165,7 @@ def require_adapter(adapter: Adapter | None, model: str, cannot: str = "") -> Ad
 
 
 def adapter_file(folder: str, path: str = "") -> Path | None:
-    """Returns the file of a model's adapter, absolute: ``path``, or the one beside the model; None if there is none.
+    """Return the file of a model's adapter, absolute: ``path``, or the one beside the model; None if there is none.
 
     Args:
         folder: the model's folder, or a hub id.
@@ -176,7 +176,7 @@ def adapter_file(folder: str, path: str = "") -> Path | None:
 
 
 def find_adapter(model: LoadedModel, folder: str, path: str = "") -> Adapter | None:
-    """Returns the adapter of a loaded model: the one at ``path``, or the one beside the model, or None.
+    """Return the adapter of a loaded model: the one at ``path``, or the one beside the model, or None.
 
     Args:
         folder, path: see ``adapter_file``.

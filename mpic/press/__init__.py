@@ -21,13 +21,13 @@ NONE = "none"
 
 
 def press_names() -> list[str]:
-    """Returns the syntax of each press."""
+    """Return the syntax of each press."""
     return [cls.syntax for cls in PRESSES]
 
 
 @functools.lru_cache(64)
 def parse_press(text: str) -> Press | None:
-    """Parses a press's short string, the same in configuration, REST, CLI and SDK. Returns None for ``none`` and the
+    """Parse a press's short string, the same in configuration, REST, CLI and SDK. Return None for ``none`` and the
     empty string.
 
     Raises:
@@ -47,7 +47,7 @@ def parse_press(text: str) -> Press | None:
 
 
 def refuse_stored(press: Press) -> None:
-    """Refuses a press that cannot compress chunks once they are stored.
+    """Refuse a press that cannot compress chunks once they are stored.
 
     Raises:
         UnsupportedParameter: says why.

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def observed_attention(kv: LayerKV) -> torch.Tensor:
-    """Returns ``[heads, w, n]``: the attention of each of the last w tokens to every token of the chunk."""
+    """Return ``[heads, w, n]``: the attention of each of the last w tokens to every token of the chunk."""
     import torch  # imported here, because reading a configuration must not load torch
 
     heads, w, _ = kv.queries.shape
@@ -23,6 +23,6 @@ def observed_attention(kv: LayerKV) -> torch.Tensor:
 
 
 def by_key_head(scores: torch.Tensor, kv: LayerKV) -> torch.Tensor:
-    """Returns ``[kv_heads, n]``: the mean over the query heads that share a key head of ``scores [heads, n]``."""
+    """Return ``[kv_heads, n]``: the mean over the query heads that share a key head of ``scores [heads, n]``."""
     kv_heads, n = kv.keys.shape[:2]
     return scores.view(kv_heads, -1, n).mean(1)

@@ -67,10 +67,10 @@ class Press(Method):
 
     @abstractmethod
     def score(self, kv: LayerKV) -> torch.Tensor:
-        """Returns scores ``[kv_heads, n]``; the tokens with the lowest are removed."""
+        """Return scores ``[kv_heads, n]``; the tokens with the lowest are removed."""
 
     def observed(self, n: int, trailer: int) -> int:
-        """Returns the number of last tokens whose queries it needs.
+        """Return the number of last tokens whose queries it needs.
 
         Args:
             n: tokens of the chunk.
@@ -79,11 +79,11 @@ class Press(Method):
         return 0
 
     def slots(self, n: int) -> int:
-        """Returns how many of ``n`` tokens every layer and head keeps."""
+        """Return how many of ``n`` tokens every layer and head keeps."""
         return max(n - n * self.r // 100, min(n, self.p + self.l))
 
     def kept(self, kv: LayerKV) -> torch.Tensor:
-        """Returns the tokens that each head keeps, ``[kv_heads, slots]`` ascending. Among equal scores the earlier
+        """Return the tokens that each head keeps, ``[kv_heads, slots]`` ascending. Among equal scores the earlier
         token stays."""
         scores = self.score(kv).clone()
         n = scores.shape[-1]

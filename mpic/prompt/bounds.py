@@ -65,7 +65,7 @@ class Limit:
 
 
 def least_tokens(texts: Iterable[str], longest: int | None, most: int) -> int:
-    """Returns a lower bound on the number of tokens of texts that are tokenized one after another.
+    """Return a lower bound on the number of tokens of texts that are tokenized one after another.
 
     Args:
         longest: maximum number of bytes of a token; None: unknown.
@@ -81,7 +81,7 @@ def least_tokens(texts: Iterable[str], longest: int | None, most: int) -> int:
 
 
 def check_conversation(messages: Sequence[Mapping[str, Any]], context: int, longest: int | None) -> None:
-    """Refuses a conversation that cannot fit a model's context, before anything else is done with it.
+    """Refuse a conversation that cannot fit a model's context, before anything else is done with it.
 
     Every message and every part of one is assumed to need at least one token.
 
@@ -107,7 +107,7 @@ def _contents(messages: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
 
 
 def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields the texts that the model will certainly read. Some chat templates leave out the reasoning of earlier
+    """Yield the texts that the model will certainly read. Some chat templates leave out the reasoning of earlier
     answers."""
     for message in messages:
         content = message.get("content")
@@ -119,14 +119,14 @@ def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _least_bytes(text: str) -> int:
-    """Returns the bytes of a text without the white space around it, which a chat template may trim, and without its
+    """Return the bytes of a text without the white space around it, which a chat template may trim, and without its
     handles, each of which may become a single token."""
     handles = text.count("IMAGE#") + text.count("FILE#")
     return max(0, utf8_length(text.strip()) - HANDLE_BYTES * handles)
 
 
 def utf8_length(text: str) -> int:
-    """Returns the bytes of a text in UTF-8, counted in slices."""
+    """Return the bytes of a text in UTF-8, counted in slices."""
     if text.isascii():
         return len(text)
     size = 0
@@ -137,7 +137,7 @@ def utf8_length(text: str) -> int:
 
 
 def longest_token(state: Mapping[str, Any], control: Collection[str]) -> int | None:
-    """Returns the maximum number of UTF-8 bytes that one token of a client's text can stand for; None if there is no
+    """Return the maximum number of UTF-8 bytes that one token of a client's text can stand for; None if there is no
     maximum.
 
     Args:
@@ -166,7 +166,7 @@ def longest_token(state: Mapping[str, Any], control: Collection[str]) -> int | N
 
 
 def is_byte_level(state: Mapping[str, Any]) -> bool:
-    """Returns whether the vocabulary of a tokenizer.json spells bytes as characters, as GPT-2's does."""
+    """Return whether the vocabulary of a tokenizer.json spells bytes as characters, as GPT-2's does."""
     parts = [
         *parts_of(state["normalizer"], "normalizers"),
         *parts_of(state["pre_tokenizer"], "pretokenizers"),
@@ -175,7 +175,7 @@ def is_byte_level(state: Mapping[str, Any]) -> bool:
 
 
 def parts_of(part: Mapping[str, Any] | None, inside: str) -> list[Mapping[str, Any]]:
-    """Returns the members of a sequence, or the part alone."""
+    """Return the members of a sequence, or the part alone."""
     if part is None:
         return []
     if part["type"] == "Sequence":
@@ -184,7 +184,7 @@ def parts_of(part: Mapping[str, Any] | None, inside: str) -> list[Mapping[str, A
 
 
 def _shrink(normalizer: Mapping[str, Any] | None) -> int | None:
-    """Returns the factor by which a normalizer may shorten a text at most; None: any."""
+    """Return the factor by which a normalizer may shorten a text at most; None: any."""
     factor = 1
     for part in parts_of(normalizer, "normalizers"):
         if part["type"] == "Replace":
@@ -207,7 +207,7 @@ def _keeps_all(pre_tokenizer: Mapping[str, Any] | None) -> bool:
 
 
 def _knows_all(model: Mapping[str, Any], vocabulary: Collection[str]) -> bool:
-    """Returns whether a vocabulary of text has a token for each unknown character, and none for several of them."""
+    """Return whether a vocabulary of text has a token for each unknown character, and none for several of them."""
     if model["type"] not in ("BPE", "Unigram"):
         return False
     if model.get("byte_fallback") and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):

@@ -61,7 +61,7 @@ class CallStyle:
     after: str = ""
 
     def query(self, call: str) -> str | None:
-        """Returns the query of a call; None if the call is malformed."""
+        """Return the query of a call; None if the call is malformed."""
         if not self.tool:
             return call.strip() or None
         try:
@@ -78,7 +78,7 @@ class CallStyle:
     def spell(
         self, template: ChatTemplate, references: Sequence[tuple[str, Chunk]], number: int
     ) -> tuple[Segment, ...]:
-        """Returns the segments that the model reads after a call.
+        """Return the segments that the model reads after a call.
 
         Args:
             references: (title, content) best first; may be empty.
@@ -104,7 +104,7 @@ class CallStyle:
 
 
 def find_style(template: ChatTemplate, opens: str = "", closes: str = "") -> CallStyle:
-    """Finds the style of a model.
+    """Find the style of a model.
 
     Args:
         opens, closes: text that starts and ends a tool call, for templates in which it cannot be found.
@@ -163,7 +163,7 @@ def _tool_style(template: ChatTemplate, opens: str, closes: str) -> CallStyle | 
 
 
 def _json_at(text: str, lo: int, inside: int) -> tuple[int, int] | None:
-    """Returns (start, end) of the outermost JSON object that begins in ``[lo, inside)`` and reaches beyond
+    """Return (start, end) of the outermost JSON object that begins in ``[lo, inside)`` and reaches beyond
     ``inside``."""
     at = text.find("{", lo, inside)
     while at >= 0:
@@ -178,5 +178,5 @@ def _json_at(text: str, lo: int, inside: int) -> tuple[int, int] | None:
 
 
 def search_tools(style: CallStyle) -> list[dict[str, Any]] | None:
-    """Returns ``tools`` for the prompt of a request whose model may search."""
+    """Return ``tools`` for the prompt of a request whose model may search."""
     return [TOOL] if style.tool else None

@@ -14,7 +14,7 @@ SLICE = 1 << 20
 
 
 def decode_data_url(url: str, param: str | None = None) -> bytes:
-    """Decodes an image that is given as a data URL. White space in the data is ignored.
+    """Decode an image that is given as a data URL. White space in the data is ignored.
 
     Raises:
         InvalidImage: it is not a data URL of an image, or its data are not base64; ``param`` is the request field.
@@ -23,7 +23,7 @@ def decode_data_url(url: str, param: str | None = None) -> bytes:
 
 
 def decode_clip_url(url: str, param: str | None = None) -> bytes:
-    """Decodes a video, or an animated image, that is given as a data URL. White space in the data is ignored.
+    """Decode a video, or an animated image, that is given as a data URL. White space in the data is ignored.
 
     Raises:
         InvalidVideo: it is no such data URL, or its data are not base64; ``param`` is the request field.
@@ -32,7 +32,7 @@ def decode_clip_url(url: str, param: str | None = None) -> bytes:
 
 
 def decode_file_url(url: str, param: str | None = None) -> bytes:
-    """Decodes a file of any type that is given as a data URL. White space in the data is ignored.
+    """Decode a file of any type that is given as a data URL. White space in the data is ignored.
 
     Raises:
         InvalidUpload: it is no data URL, or its data are not base64; ``param`` is the request field.
@@ -53,7 +53,7 @@ def _decode(url: str, kinds: tuple[str, ...], invalid: type[InvalidUpload], para
 
 
 def decode_base64(text: str, start: int = 0) -> bytes:
-    """Decodes base64 from ``start`` on, strictly except that white space is ignored.
+    """Decode base64 from ``start`` on, strictly except that white space is ignored.
 
     Raises:
         ValueError: it is not base64.

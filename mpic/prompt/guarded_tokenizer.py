@@ -130,7 +130,7 @@ class GuardedTokenizer:
         self.prefix = _prefix(tokenizer)
 
     def encode(self, text: str, limit: Limit | None = None, owner: str | None = None) -> tuple[int, ...]:
-        """Returns the ids of a client's text by itself; nothing is added.
+        """Return the ids of a client's text by itself; nothing is added.
 
         Args:
             owner: see ``SlicedTokenizer.ids``.
@@ -147,7 +147,7 @@ class GuardedTokenizer:
         return tuple(found)
 
     def encode_whole(self, text: str, limit: Limit | None = None) -> tuple[int, ...]:
-        """Returns the ids of a text as the stock tokenizer gives them: control strings count, ``prefix`` comes first.
+        """Return the ids of a text as the stock tokenizer gives them: control strings count, ``prefix`` comes first.
 
         Raises:
             ContextLengthExceeded: there are more ids than ``limit`` allows.
@@ -164,7 +164,7 @@ class GuardedTokenizer:
     def encode_pieces(
         self, pieces: Iterable[Trusted | str | Cut], limit: Limit | None = None, owner: str | None = None
     ) -> list[tuple[int, ...]]:
-        """Returns the ids before, between and after the cuts: one tuple more than there are cuts; tuples may be empty.
+        """Return the ids before, between and after the cuts: one tuple more than there are cuts; tuples may be empty.
 
         The first starts with ``prefix``, once.
 
@@ -201,7 +201,7 @@ class GuardedTokenizer:
         return [at for at, token in enumerate(ids) if token in self._cut_ids]
 
     def _spelt(self, piece: Trusted | str | Cut) -> tuple[str, bool]:
-        """Returns a piece as the twin reads it, and whether it is text that may be cut into slices."""
+        """Return a piece as the twin reads it, and whether it is text that may be cut into slices."""
         if isinstance(piece, Cut):
             return self._cuts[piece.image], False
         if isinstance(piece, Trusted):
@@ -215,7 +215,7 @@ class GuardedTokenizer:
             limit.check(least_tokens([text.strip() for text in texts], self.sliced.longest, limit.tokens))
 
     def is_plain(self, text: str) -> bool:
-        """Returns whether a text is only words and light punctuation, and may stand in text of the template.
+        """Return whether a text is only words and light punctuation, and may stand in text of the template.
 
         A word that could be a part of a control token is not plain, because the template may put the rest around it:
         ``<`` and ``>`` around ``image``.
@@ -229,7 +229,7 @@ class GuardedTokenizer:
         return word in self._within or word.endswith(self._starts) or word.startswith(self._ends)
 
     def _verify(self, stock: Tokenizer, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Checks that the twin gives every control token as the stock tokenizer does, and none for its plain string."""
+        """Check that the twin gives every control token as the stock tokenizer does, and none for its plain string."""
         unknown = tokenizer.unk_token_id  # plain strings may become this one
         for text, spelling in self._spelling.items():
             ids = self._twin.encode(spelling, add_special_tokens=False).ids
@@ -242,7 +242,7 @@ class GuardedTokenizer:
 
 
 def _respell(state: dict[str, Any], spelling: dict[str, str]) -> dict[str, Any]:
-    """Spells control tokens of a tokenizer.json differently: in the added tokens, the vocabulary and the merges."""
+    """Spell control tokens of a tokenizer.json differently: in the added tokens, the vocabulary and the merges."""
     model = dict(state["model"])
     if isinstance(model["vocab"], list):  # Unigram: [[piece, score], ...]
         model["vocab"] = [[spelling.get(piece, piece), score] for piece, score in model["vocab"]]
@@ -267,7 +267,7 @@ def _respell(state: dict[str, Any], spelling: dict[str, str]) -> dict[str, Any]:
 
 
 def _prefix(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Returns the ids that the tokenizer puts in front of a text when it adds special tokens."""
+    """Return the ids that the tokenizer puts in front of a text when it adds special tokens."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     full = tokenizer("a", add_special_tokens=True)["input_ids"]
     for n in range(len(full) - len(bare) + 1):

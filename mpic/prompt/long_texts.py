@@ -39,7 +39,7 @@ def link_long_texts(
     least: int,
     most: int,
 ) -> Prompt:
-    """Returns the prompt of a conversation with its long texts as chunks; the same object if it has none.
+    """Return the prompt of a conversation with its long texts as chunks; the same object if it has none.
 
     Args:
         messages, tools: the conversation, as the prompt was built of it.
@@ -66,7 +66,7 @@ def link_long_texts(
 def _texts(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], least: int
 ) -> Iterator[tuple[str, str, int]]:
-    """Yields texts that may be chunks, with a label and the least number of their tokens."""
+    """Yield texts that may be chunks, with a label and the least number of their tokens."""
     if tools:  # as most templates print them: one a line
         yield "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools), "tools", least
     for message in messages:
@@ -81,7 +81,7 @@ def _texts(
 
 
 def _elements(text: str) -> list[str]:
-    """Returns what is inside the innermost elements."""
+    """Return what is inside the innermost elements."""
     tags = list(TAG.finditer(text))
     return [
         text[begin.end() : end.start()]
@@ -91,10 +91,12 @@ def _elements(text: str) -> list[str]:
 
 
 def _link(segments: list[bytes | ChunkSegment], ids: tuple[int, ...], label: str, owner: str) -> bool:
-    """Puts a chunk in place of these tokens, where they first stand between others. Returns whether they do."""
+    """Put a chunk in place of these tokens, where they first stand between others. Return whether they do."""
     wanted = array("I", ids).tobytes()
     for i, part in enumerate(segments):
-        at = part.find(wanted, WIDTH) if isinstance(part, bytes) else -1
+        if not isinstance(part, bytes):
+            continue
+        at = part.find(wanted, WIDTH)
         while at >= 0 and at % WIDTH:
             at = part.find(wanted, at + 1)
         if at < 0 or at + len(wanted) == len(part):

@@ -14,7 +14,7 @@ _SIZE = (64, 64)
 
 
 def image_markers(processor: Any) -> tuple[str, str]:
-    """Returns the text before and behind the tokens of an image, with which a processor replaces its image token; empty
+    """Return the text before and behind the tokens of an image, with which a processor replaces its image token; empty
     without a processor of images.
 
     Raises:

@@ -75,29 +75,29 @@ class Resolver(Protocol):
     (UnknownHandle, FileNotFound, InvalidImage, ...); the parser fills in ``param``."""
 
     def by_handle(self, kind: HandleKind, name: str) -> Found:
-        """Finds ``IMAGE#name`` (kind ``image``: must be an image) or ``FILE#name`` (kind ``file``: any kind)."""
+        """Find ``IMAGE#name`` (kind ``image``: must be an image) or ``FILE#name`` (kind ``file``: any kind)."""
         ...
 
     def by_file_id(self, file_id: str) -> Found: ...
 
     def by_cache_id(self, cache_id: str) -> Sequence[Chunk]:
-        """Finds one chunk, or all chunks of a cache in order."""
+        """Find one chunk, or all chunks of a cache in order."""
         ...
 
     def inline_image(self, data: bytes) -> Chunk:
-        """Returns the chunk of an image sent in the request: the bytes of an image file, not decoded yet."""
+        """Return the chunk of an image sent in the request: the bytes of an image file, not decoded yet."""
         ...
 
     def inline_clip(self, data: bytes) -> Chunk:
-        """Returns the chunk of a clip sent in the request: the bytes of its file, not decoded yet."""
+        """Return the chunk of a clip sent in the request: the bytes of its file, not decoded yet."""
         ...
 
     def inline_file(self, data: bytes, label: str | None) -> Found:
-        """Returns the chunks of a file of any kind sent in the request."""
+        """Return the chunks of a file of any kind sent in the request."""
         ...
 
     def inline_text(self, text: str, label: str | None) -> Chunk:
-        """Returns the chunk of a document sent in the request."""
+        """Return the chunk of a document sent in the request."""
         ...
 
 
@@ -116,7 +116,7 @@ class Handles:
     unlinked: dict[str, str] = field(default_factory=dict)
 
     def note(self, handle: str, why: str) -> None:
-        """Notes a handle that stays text."""
+        """Note a handle that stays text."""
         if len(self.unlinked) < NOTED:
             self.unlinked.setdefault(handle, why)
 
@@ -176,14 +176,14 @@ class Message:
 
     @property
     def is_blank(self) -> bool:
-        """Returns whether it has neither words nor chunks."""
+        """Return whether it has neither words nor chunks."""
         return all(isinstance(item, Text) and not WORD.search(item.text) for item in self.content)
 
 
 def parse_messages(
     messages: Any, resolver: Resolver, values: int = Bounds.values, handles: Handles | None = None
 ) -> list[Message]:
-    """Validates a conversation and resolves the chunks that it refers to.
+    """Validate a conversation and resolve the chunks that it refers to.
 
     Args:
         handles: how handles in texts are read; None reads them and keeps no notes.
@@ -278,7 +278,7 @@ class _Parser:
         return [Ref(chunk, label, param) for chunk, label in _labelled(chunks, name)]
 
     def _chunk(self, kind: str, part: Mapping, name: str | None, param: str) -> tuple[Found, str | None]:
-        """Returns the chunks that a part other than text stands for, and the handle that named it."""
+        """Return the chunks that a part other than text stands for, and the handle that named it."""
         if kind == "document":
             text = _string(part, "text", param)
             return _blame(f"{param}.text", self.resolver.inline_text, text, name), None
@@ -311,7 +311,7 @@ class _Parser:
         return _blame(f"{param}.file_id", self.resolver.by_file_id, file_id), None
 
     def _url(self, kind: str, url: str, param: str) -> Found:
-        """Returns what a data URL holds, or the file of this id."""
+        """Return what a data URL holds, or the file of this id."""
         what = "video" if kind == "video_url" else "image"
         if url.startswith("data:"):
             if what == "video":
@@ -328,7 +328,7 @@ class _Parser:
         return found
 
     def _text(self, text: str, role: str, part: int, param: str) -> list[Text | Ref]:
-        """Cuts a text at the handles in it."""
+        """Cut a text at the handles in it."""
         items: list[Text | Ref] = []
         plain = ""  # text since the last reference
         at = 0
@@ -359,7 +359,7 @@ class _Parser:
         return items
 
     def _mention(self, mention: Mention, param: str) -> tuple[str | None, Found | None]:
-        """Returns the name of a mention and what it stands for: chunks, or None if they are linked already. One that
+        """Return the name of a mention and what it stands for: chunks, or None if they are linked already. One that
         stays text has no name."""
         kind, whole, why = mention.kind, mention.written, f"a handle has at most {LONGEST} characters"
         for name in chain([whole + mention.pages] if mention.pages else [], _names(whole)):
@@ -389,7 +389,7 @@ class _Parser:
         return None, None
 
     def _new(self, found: Found) -> list[Chunk]:
-        """Returns chunks without the pages that are linked already, and notes their pages as linked."""
+        """Return chunks without the pages that are linked already, and note their pages as linked."""
         chunks = _chunks(found)
         new = [
             chunk for chunk in chunks if chunk.page is None or (chunk.file_id, chunk.key) not in self.pages
@@ -399,7 +399,7 @@ class _Parser:
 
 
 def find_handles(text: str) -> Iterator[Mention]:
-    """Yields the handles in a text, left to right, escaped ones too. Text without ``#`` is skipped quickly."""
+    """Yield the handles in a text, left to right, escaped ones too. Text without ``#`` is skipped quickly."""
     at = 0
     while (mark := text.find("#", at)) >= 0:
         checkpoint()
@@ -419,7 +419,7 @@ def find_handles(text: str) -> Iterator[Mention]:
 
 
 def _names(written: str) -> Iterator[str]:
-    """Yields the names that a word behind ``#`` may stand for, the longest first."""
+    """Yield the names that a word behind ``#`` may stand for, the longest first."""
     yield from _without_stops(written)
     ascii = ASCII_NAME.match(written)
     if ascii and ascii.end() < len(written) and _another_script(written[ascii.end()]):
@@ -440,7 +440,7 @@ def _another_script(letter: str) -> bool:
 
 
 def _shown(mention: Mention) -> str:
-    """Returns a handle that stays text, for its note."""
+    """Return a handle that stays text, for its note."""
     name = mention.written.rstrip(".-") or mention.written
     return f"{mention.kind.upper()}#{name[:LONGEST]}{'...' if len(name) > LONGEST else ''}{mention.pages}"
 
@@ -450,7 +450,7 @@ def _chunks(found: Found) -> list[Chunk]:
 
 
 def _labelled(found: Found, name: str | None) -> list[tuple[Chunk, str | None]]:
-    """Returns chunks with their labels in the request: those of a document that is cut are numbered, or named by their
+    """Return chunks with their labels in the request: those of a document that is cut are numbered, or named by their
     pages."""
     chunks = _chunks(found)
     if name is None or (len(chunks) == 1 and chunks[0].page is None):
@@ -461,7 +461,7 @@ def _labelled(found: Found, name: str | None) -> list[tuple[Chunk, str | None]]:
 
 
 def _label(found: Found, name: str) -> str:
-    """Returns the text that replaces later mentions of what is linked."""
+    """Return the text that replaces later mentions of what is linked."""
     kind = _chunks(found)[0].kind
     plain, pages = without_pages(name)
     if pages is not None:
@@ -471,7 +471,7 @@ def _label(found: Found, name: str) -> str:
 
 
 def _blame(param: str, find: Callable[..., T], *args: Any) -> T:
-    """Calls the resolver; an error without a field gets this one."""
+    """Call the resolver; an error without a field gets this one."""
     try:
         return find(*args)
     except MPICError as error:
@@ -489,7 +489,7 @@ def _string(part: Mapping, key: str, param: str, allow_empty: bool = False) -> s
 
 
 def _fields(message: Mapping, role: str, param: str, calls: ToolCallReader) -> dict[str, Any]:
-    """Returns the fields beside role and content. Empty ones are dropped, because clients send answers back with all
+    """Return the fields beside role and content. Empty ones are dropped, because clients send answers back with all
     their nulls."""
     known = {
         "assistant": {"name", "tool_calls", "reasoning_content"},

@@ -37,7 +37,7 @@ class Placeholders:
         return f'{OPEN}{self.nonce}"{len(self.values) - 1}{CLOSE}'
 
     def text(self, text: str) -> str:
-        """Returns a placeholder for a text, with the white space around the text outside."""
+        """Return a placeholder for a text, with the white space around the text outside."""
         core = text.strip()
         if not core:
             return text
@@ -45,11 +45,11 @@ class Placeholders:
         return text[:at] + self._new(core) + text[at + len(core) :]
 
     def chunk(self, ref: Ref) -> str:
-        """Returns a placeholder for a chunk."""
+        """Return a placeholder for a chunk."""
         return self._new(ref)
 
     def tree(self, value: Any, is_plain: Callable[[str], bool]) -> Any:
-        """Returns a JSON-like value (tools, tool calls) with placeholders for its strings and keys, except plain
+        """Return a JSON-like value (tools, tool calls) with placeholders for its strings and keys, except plain
         words, which templates may compare with names such as ``string`` or ``required``. Equal strings get equal
         placeholders, because templates look for the names of properties among those that are required."""
         if isinstance(value, str):
@@ -67,7 +67,7 @@ class Placeholders:
         return value
 
     def reveal(self, text: str) -> str:
-        """Replaces the placeholders in a text by their values, for people to read."""
+        """Replace the placeholders in a text by their values, for people to read."""
 
         def value(match: re.Match[str]) -> str:
             if match[1] != self.nonce:
@@ -77,7 +77,7 @@ class Placeholders:
         return _PATTERN.sub(value, text)
 
     def cut(self, rendered: str) -> list[tuple[int | None, str]] | None:
-        """Cuts the output of a template at the placeholders.
+        """Cut the output of a template at the placeholders.
 
         Returns:
             Pairs, in order, of a placeholder's number (None for the template's own text) and its text as it was printed

@@ -73,7 +73,7 @@ class Abilities:
 
 
 def probe(render: Render, image_token: str | None, video_token: str | None = None) -> Abilities:
-    """Tries a template out.
+    """Try a template out.
 
     Args:
         image_token, video_token: what it prints for an image and a clip; None: the model has none.
@@ -111,7 +111,7 @@ class _TemplateProbe:
         return replace(abilities, **(self._documents() | self._images() | self._videos()))
 
     def _attempt(self, *messages: dict[str, Any], tools: list | None = None) -> str:
-        """Renders a conversation; empty if the template refuses it."""
+        """Render a conversation; empty if the template refuses it."""
         try:
             return self._render(list(messages), tools=tools)
         except TEMPLATE_ERRORS as error:
@@ -119,13 +119,13 @@ class _TemplateProbe:
             return ""
 
     def _parts(self, *content: dict[str, Any]) -> str:
-        """Renders a user message of parts."""
+        """Render a user message of parts."""
         return self._attempt({"role": "user", "content": list(content)})
 
     def _shapes(
         self, role: str, *before: dict[str, Any], after: tuple[dict[str, Any], ...] = ()
     ) -> tuple[bool, bool]:
-        """Finds out whether the content of a role may be a string, and whether it may be a list of parts."""
+        """Find out whether the content of a role may be a string, and whether it may be a list of parts."""
         as_string = self._attempt(*before, {"role": role, "content": A}, *after)
         as_parts = self._attempt(*before, {"role": role, "content": [_text(A), _text(B)]}, *after)
         once = as_parts.count(A) == as_parts.count(B) == 1
@@ -157,7 +157,7 @@ class _TemplateProbe:
         return {"documents": True, "spaced": spaced}
 
     def _images(self) -> dict[str, Any]:
-        """Finds the first shape of an image part that the template accepts, and the effect of the part."""
+        """Find the first shape of an image part that the template accepts, and the effect of the part."""
         token = self._image_token
         if not token:
             return {}
@@ -184,7 +184,7 @@ class _TemplateProbe:
 
 
 def _calls(rendered: str) -> Literal["hermes"] | None:
-    """Returns how the template writes a call of A with B."""
+    """Return how the template writes a call of A with B."""
     for body in re.findall(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", rendered, re.DOTALL):
         with suppress(ValueError):
             if json.loads(body) == {"name": A, "arguments": {"place": B}}:
@@ -197,7 +197,7 @@ def _text(text: str) -> dict[str, Any]:
 
 
 def _places(rendered: str, image_token: str) -> str | None:
-    """Returns the order in which A, B, C and images (I) appear; None unless two images and each text once do."""
+    """Return the order in which A, B, C and images (I) appear; None unless two images and each text once do."""
     at = [(rendered.find(word), letter) for word, letter in ((A, "A"), (B, "B"), (C, "C"))]
     if rendered.count(image_token) != 2 or any(rendered.count(word) != 1 for word in (A, B, C)):
         return None
@@ -207,13 +207,13 @@ def _places(rendered: str, image_token: str) -> str | None:
 
 
 def _spaced(rendered: str) -> tuple[bool, bool]:
-    """Returns whether there is white space after text A and before text B."""
+    """Return whether there is white space after text A and before text B."""
     after = rendered.partition(A)[2]
     return after[:1].isspace(), after[: after.find(B)][-1:].isspace()
 
 
 def _around(without: str, with_image: str, image_token: str) -> tuple[str, str]:
-    """Returns the text that one image adds to a rendering before and after its token."""
+    """Return the text that one image adds to a rendering before and after its token."""
     if with_image.count(image_token) != 1:
         return "", "\n"
     at = 0

@@ -52,7 +52,7 @@ class Rendering:
     # -- the input of the template ---------------------------------------------------------------------------------
 
     def message(self, message: Message) -> dict[str, Any]:
-        """Returns a message as the template gets it."""
+        """Return a message as the template gets it."""
         checkpoint()
         message = self._without_reasoning(message)
         shape = "user" if message.role == "tool" else message.role
@@ -83,7 +83,7 @@ class Rendering:
         return {"role": message.role, "content": content, **fields}
 
     def _without_reasoning(self, message: Message) -> Message:
-        """Takes the reasoning out of an earlier answer, for a template that would look for it in the content."""
+        """Take the reasoning out of an earlier answer, for a template that would look for it in the content."""
         if message.role != "assistant" or not self.abilities.reasoning:
             return message
         text = "".join(item.text for item in message.content if isinstance(item, Text))
@@ -98,7 +98,7 @@ class Rendering:
         return replace(message, content=(Text(answer),) if answer else (), fields=fields)
 
     def _spell_out(self, content: Sequence[Text | Ref], as_parts: bool) -> list[Text | Ref]:
-        """Decides which chunks the template places; for the others, writes labels and document markers as text."""
+        """Decide which chunks the template places; for the others, write labels and document markers as text."""
         items: list[Text | Ref] = []
         for item in content:
             items.append(item)
@@ -131,7 +131,7 @@ class Rendering:
         return items
 
     def _close_up(self, items: list[Text | Ref]) -> Iterator[Text | Ref]:
-        """Removes the client's white space around a handle within a text if the template puts white space there."""
+        """Remove the client's white space around a handle within a text if the template puts white space there."""
         before, after = self.abilities.spaced
 
         def cuts(item: Text | Ref | None) -> bool:
@@ -146,14 +146,14 @@ class Rendering:
                 yield item
 
     def _placeholder(self, item: Text | Ref, atoms: list[Atom]) -> str:
-        """Returns a placeholder for an item within text, and adds it to ``atoms``."""
+        """Return a placeholder for an item within text, and add it to ``atoms``."""
         first = len(self.placeholders.values)
         text = self.placeholders.text(item.text) if isinstance(item, Text) else self.placeholders.chunk(item)
         atoms.extend(range(first, len(self.placeholders.values)))
         return text
 
     def _part(self, ref: Ref, atoms: list[Atom]) -> dict[str, Any]:
-        """Returns a chunk as a part of its own, and adds it to ``atoms``."""
+        """Return a chunk as a part of its own, and add it to ``atoms``."""
         name = {"name": self.placeholders.text(ref.name)} if ref.name else {}
         if ref.chunk.kind == "text":
             return {"type": "document", "text": self._placeholder(ref, atoms), **name}
@@ -167,7 +167,7 @@ class Rendering:
     # -- its output ------------------------------------------------------------------------------------------------
 
     def read(self, rendered: str) -> list[Fragment]:
-        """Cuts the output at placeholders and image tokens, and checks that nothing is missing or has moved."""
+        """Cut the output at placeholders and image tokens, and check that nothing is missing or has moved."""
         cut = self.placeholders.cut(rendered)
         if cut is None:
             raise BadRequest("the model's chat template cuts texts short", param="messages")
@@ -199,14 +199,14 @@ class Rendering:
         return _separate([part for piece in pieces for part in self._marked(piece) if part != ""])
 
     def _marked(self, piece: Fragment) -> tuple[Fragment, ...]:
-        """Returns a piece with the processor's markers, if it is an image."""
+        """Return a piece with the processor's markers, if it is an image."""
         if not isinstance(piece, Ref) or piece.chunk.kind != "image":
             return (piece,)
         before, after = self.markers
         return Trusted(before), piece, Trusted(after)
 
     def _check(self, atoms: Sequence[Atom]) -> None:
-        """Checks that the texts and chunks of every message are there, in their order."""
+        """Check that the texts and chunks of every message are there, in their order."""
         owner = {atom: i for i, (_, expected) in enumerate(self.expected) for atom in expected}
         found: list[list[Atom]] = [[] for _ in self.expected]
         for atom in atoms:
@@ -218,7 +218,7 @@ class Rendering:
                 raise BadRequest(f"the model's chat template {what} this message", param=message.param)
 
     def _check_calls(self, rendered: str) -> None:
-        """Checks that the names of all called functions are there. Each name is looked for once."""
+        """Check that the names of all called functions are there. Each name is looked for once."""
         text = self.placeholders.reveal(rendered) if self.calls else ""
         first: dict[str, str] = {}
         for name, param in self.calls:
@@ -230,7 +230,7 @@ class Rendering:
 
 
 def _at_tokens(text: str, placed: Mapping[str, Iterator[Ref]]) -> Iterator[Trusted | Ref]:
-    """Cuts text of the template at its tokens for images and clips, which stand for those given as parts, in order."""
+    """Cut text of the template at its tokens for images and clips, which stand for those given as parts, in order."""
     at = 0
     for match in re.finditer("|".join(map(re.escape, placed)), text) if placed else ():
         yield Trusted(text[at : match.start()])
@@ -245,7 +245,7 @@ def _at_tokens(text: str, placed: Mapping[str, Iterator[Ref]]) -> Iterator[Trust
 
 
 def _separate(pieces: list[Fragment]) -> list[Fragment]:
-    """Adds a newline after every chunk that would touch the next one, or end the prompt."""
+    """Add a newline after every chunk that would touch the next one, or end the prompt."""
     spaced: list[Fragment] = []
     for piece, following in zip(pieces, [*pieces[1:], None]):
         spaced.append(piece)

@@ -34,7 +34,7 @@ class Prompt:
     segments: tuple[Segment, ...]
 
     def pressed(self, asked: str | None, default: str = "") -> Prompt:
-        """Returns the prompt with every chunk under a press; see ``Chunk.pressed``."""
+        """Return the prompt with every chunk under a press; see ``Chunk.pressed``."""
         segments = (
             ChunkSegment(s.chunk.pressed(asked, default)) if isinstance(s, ChunkSegment) else s
             for s in self.segments

@@ -33,7 +33,7 @@ class SliceCache:
         self._lock = threading.Lock()
 
     def find(self, owner: str, text: str) -> list[int] | None:
-        """Returns the ids of a slice, if they are known."""
+        """Return the ids of a slice, if they are known."""
         key = _key(owner, text)
         with self._lock:
             if key not in self._ids:

@@ -42,7 +42,7 @@ class SlicedTokenizer:
     def ids(
         self, pieces: Iterable[tuple[str, bool]], owner: str | None = None
     ) -> Iterator[tuple[str, list[int]]]:
-        """Yields the slices of texts that are tokenized as one, with their ids.
+        """Yield the slices of texts that are tokenized as one, with their ids.
 
         Args:
             pieces: texts, and for each whether it may be cut.
@@ -70,7 +70,7 @@ class SlicedTokenizer:
             yield from shifted(_offsets(encoding), part.start, part.dropped)
 
     def counter(self) -> Callable[[str, int], int]:
-        """Returns a function that counts the ids of a text; above a given number, the count may be inexact. It
+        """Return a function that counts the ids of a text; above a given number, the count may be inexact. It
         remembers parts of texts, because a splitter counts many texts with the same beginning."""
         known: dict[bytes, int] = {}  # by digest: keeping the parts would take many times as much memory
 
@@ -100,7 +100,7 @@ class SlicedTokenizer:
 
 
 def _encoded(encode: Callable[..., list[Encoding]], text: str) -> Encoding:
-    """Tokenizes one text with a method for batches.
+    """Tokenize one text with a method for batches.
 
     Raises:
         OutOfMemory: there may not be enough memory; without it the tokenizer would end the process.
@@ -113,7 +113,7 @@ def _encoded(encode: Callable[..., list[Encoding]], text: str) -> Encoding:
 
 
 def _offsets(encoding: Encoding) -> list[tuple[int, int]]:
-    """Returns ``encoding.offsets``; those of many tokens one by one, because making all at once blocks other
+    """Return ``encoding.offsets``; those of many tokens one by one, because making all at once blocks other
     threads."""
     if len(encoding) <= SLICE:
         return encoding.offsets

@@ -81,7 +81,7 @@ class Slicer:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, state: Mapping[str, Any], control: Collection[str]) -> Slicer:
-        """Returns the slicer of a tokenizer.
+        """Return the slicer of a tokenizer.
 
         Args:
             tokenizer: adds nothing to a text and truncates nothing.
@@ -96,7 +96,7 @@ class Slicer:
         return cls(tokenizer, drops, drops)
 
     def slices(self, text: str, size: int) -> Iterator[Slice]:
-        """Yields the slices of a text, each of about ``size`` characters; longer where the text cannot be cut."""
+        """Yield the slices of a text, each of about ``size`` characters; longer where the text cannot be cut."""
         start, dropped = 0, False
         while (cut := self._cut(text, start, size)) is not None:
             yield Slice(start, text[start : cut[0]], dropped)
@@ -104,7 +104,7 @@ class Slicer:
         yield Slice(start, text[start:], dropped)
 
     def joined(self, pieces: Iterable[tuple[str, bool]], size: int) -> Iterator[str]:
-        """Yields the slices of texts that are tokenized as one.
+        """Yield the slices of texts that are tokenized as one.
 
         Args:
             pieces: texts, and for each whether it may be cut.
@@ -121,7 +121,7 @@ class Slicer:
         yield "".join(waiting)
 
     def _cut(self, text: str, start: int, size: int) -> tuple[int, bool] | None:
-        """Returns where the slice that begins at ``start`` ends, and whether the space there is dropped; None: it holds
+        """Return where the slice that begins at ``start`` ends, and whether the space there is dropped; None: it holds
         the rest of the text."""
         if len(text) - start <= size:
             return None
@@ -132,7 +132,7 @@ class Slicer:
         return None if len(text) <= end else self._tried(text, start, end)
 
     def _tried(self, text: str, start: int, end: int) -> tuple[int, bool]:
-        """Returns the last place before ``end`` where a cut changes no token nearby, or ``end``."""
+        """Return the last place before ``end`` where a cut changes no token nearby, or ``end``."""
         for pattern in PLACES:
             found = pattern.finditer(text, max(start + 1, end - SEARCHED), end)
             for at in reversed([match.start() for match in found][-TRIES:]):
@@ -144,7 +144,7 @@ class Slicer:
 
 
 def find_cut(text: str, at: int, end: int | None = None) -> int | None:
-    """Returns the first place from ``at`` on, before ``end``, where a text may be cut: a space between two letters."""
+    """Return the first place from ``at`` on, before ``end``, where a text may be cut: a space between two letters."""
     at = max(at, 1)
     while 0 <= (at := text.find(" ", at, end)) < len(text) - 1:
         if text[at - 1].isalpha() and text[at + 1].isalpha():
@@ -154,7 +154,7 @@ def find_cut(text: str, at: int, end: int | None = None) -> int | None:
 
 
 def _qualifies(state: Mapping[str, Any], control: Collection[str]) -> bool:
-    """Checks the conditions that a tokenizer.json shows; see the module."""
+    """Check the conditions that a tokenizer.json shows; see the module."""
     model = state["model"]
     if model["type"] != "BPE" or model.get("dropout"):
         return False
@@ -179,7 +179,7 @@ def _qualifies(state: Mapping[str, Any], control: Collection[str]) -> bool:
 
 
 def _gives_same_tokens(tokenizer: Tokenizer, drops_space: bool) -> bool:
-    """Returns whether texts give the same tokens, whole and cut."""
+    """Return whether texts give the same tokens, whole and cut."""
     return all(
         _same(tokenizer, left, right if drops_space else f" {right}", drops_space)
         for left in LEFT
@@ -188,7 +188,7 @@ def _gives_same_tokens(tokenizer: Tokenizer, drops_space: bool) -> bool:
 
 
 def _same(tokenizer: Tokenizer, left: str, right: str, drops_space: bool) -> bool:
-    """Returns whether two texts give the same tokens, at the same characters, as both in one, with a space between
+    """Return whether two texts give the same tokens, at the same characters, as both in one, with a space between
     them if that is dropped at the cut."""
     whole, first, second = (
         tokenizer.encode(text, add_special_tokens=False)
@@ -201,7 +201,7 @@ def _same(tokenizer: Tokenizer, left: str, right: str, drops_space: bool) -> boo
 
 
 def shifted(spans: Sequence[tuple[int, int]], start: int, drops_space: bool) -> list[tuple[int, int]]:
-    """Converts the characters of a slice's tokens to characters of the whole text.
+    """Convert the characters of a slice's tokens to characters of the whole text.
 
     Args:
         start: start of the slice in the text.

@@ -96,7 +96,7 @@ class TooManyPieces(ValueError):
 def split_text(
     text: str, split: Split, token_spans: TokenSpans, count: Count | None = None, most: int | None = None
 ) -> list[SplitPiece]:
-    """Splits a text into pieces, in order. A blank text is one piece.
+    """Split a text into pieces, in order. A blank text is one piece.
 
     Args:
         count: counts the tokens of a text; by default, those of ``token_spans``.
@@ -119,7 +119,7 @@ def split_text(
 
 
 def _fixed(text: str, split: Split, token_spans: TokenSpans) -> Iterator[SplitPiece]:
-    """Yields pieces of a fixed number of tokens. A token may be part of a character (bytes) or share it with the next,
+    """Yield pieces of a fixed number of tokens. A token may be part of a character (bytes) or share it with the next,
     so cuts go between characters."""
     starts = array("Q")  # where the tokens from ``known`` on begin
     known = 0
@@ -169,7 +169,7 @@ def _semantic(text: str, split: Split, count: Count) -> Iterator[SplitPiece]:
 
 
 def _on_one_line(text: str) -> str:
-    """Replaces every white space by a space, in slices."""
+    """Replace every white space by a space, in slices."""
     parts = []
     for at in range(0, len(text), SLICE):
         checkpoint()
@@ -178,7 +178,7 @@ def _on_one_line(text: str) -> str:
 
 
 def _tidy(text: str, pieces: Iterable[SplitPiece]) -> Iterator[SplitPiece]:
-    """Joins blank pieces to the piece before them, or, at the start, after them. Drops a piece that lies within the
+    """Join blank pieces to the piece before them, or, at the start, after them. Drop a piece that lies within the
     previous one (where a token is less than a character)."""
     last: SplitPiece | None = None
     blank_before = False  # is the last one blank? Looking again would cost its length each time

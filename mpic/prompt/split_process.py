@@ -39,7 +39,7 @@ PROCESS, TIMES = 48 << 20, 10
 
 
 def split_in_process(text: str, split: Split, tokenizer: SlicedTokenizer, most: int) -> list[SplitPiece]:
-    """Splits a text as ``split_text`` does, in a process of its own if it is long.
+    """Split a text as ``split_text`` does, in a process of its own if it is long.
 
     Raises:
         TooManyPieces: there are more than ``most`` pieces.
@@ -72,7 +72,7 @@ def split_in_process(text: str, split: Split, tokenizer: SlicedTokenizer, most: 
 
 
 def _run(order_file: BinaryIO) -> bytes:
-    """Runs the process on an order and returns its output."""
+    """Run the process on an order and return its output."""
     # -P: otherwise -m looks for modules in the working folder first, where anybody may have put some
     command = [sys.executable, "-P", "-m", "mpic.prompt.split_process"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -95,7 +95,7 @@ def _run(order_file: BinaryIO) -> bytes:
 
 
 def main() -> None:
-    """Splits the text of an order on standard input, and writes the pieces to standard output, or null if they are too
+    """Split the text of an order on standard input, and write the pieces to standard output, or null if they are too
     many."""
     with suppress(OSError):
         os.nice(NICE)

@@ -84,13 +84,13 @@ class ChatTemplate:
         self._options: Mapping[str, Any] = {}
 
     def within(self, context: int) -> ChatTemplate:
-        """Returns the same template for a model that takes at most ``context`` tokens."""
+        """Return the same template for a model that takes at most ``context`` tokens."""
         bounded = copy.copy(self)
         bounded.context = context
         return bounded
 
     def given(self, options: Mapping[str, Any]) -> ChatTemplate:
-        """Returns the same template with variables of a client, such as ``enable_thinking``.
+        """Return the same template with variables of a client, such as ``enable_thinking``.
 
         Raises:
             UnsupportedParameter: the template does not read one of them.
@@ -119,12 +119,12 @@ class ChatTemplate:
 
     @property
     def longest_token(self) -> int | None:
-        """Returns the most bytes of client text that one token can stand for; None: any number."""
+        """Return the most bytes of client text that one token can stand for; None: any number."""
         return self._guard.sliced.longest
 
     @property
     def calls(self) -> str | None:
-        """Returns the form in which the model writes a tool call, if its decoded answer shows it
+        """Return the form in which the model writes a tool call, if its decoded answer shows it
         (``Abilities.calls``)."""
         mark = "<tool_call>"
         ids = self.tokenizer(mark, add_special_tokens=False)["input_ids"]
@@ -132,7 +132,7 @@ class ChatTemplate:
         return self.abilities.calls if shown else None
 
     def tokenize_document(self, text: str) -> tuple[int, ...]:
-        """Returns the ids of a chunk's text by itself: nothing is added, and control strings in it are text.
+        """Return the ids of a chunk's text by itself: nothing is added, and control strings in it are text.
 
         Raises:
             ContextLengthExceeded: there are more than ``context``.
@@ -140,11 +140,11 @@ class ChatTemplate:
         return self._guard.encode(text, self._limit(self.context, "the text"))
 
     def tokenize_alone(self, text: str, owner: str) -> tuple[int, ...]:
-        """Returns the ids of a text of a prompt that fits, as ``tokenize_document`` does."""
+        """Return the ids of a text of a prompt that fits, as ``tokenize_document`` does."""
         return self._guard.encode(text, owner=owner)
 
     def tokenize_whole(self, text: str, bare: bool = False) -> tuple[int, ...]:
-        """Returns the ids of a prompt that a client has written as a whole, for the model itself: control strings in it
+        """Return the ids of a prompt that a client has written as a whole, for the model itself: control strings in it
         are control tokens.
 
         Args:
@@ -161,28 +161,28 @@ class ChatTemplate:
         return bool(self._guard.prefix) and text.startswith(self.tokenizer.decode(self._guard.prefix[:1]))
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
-        """Raises BadRequest if one of the ids is not the tokenizer's."""
+        """Raise BadRequest if one of the ids is not the tokenizer's."""
         size = len(self.tokenizer)
         if ids and not 0 <= min(ids) <= max(ids) < size:
             wrong = next(at for at, id in enumerate(ids) if not 0 <= id < size)
             raise BadRequest(f"the tokenizer has the tokens 0 to {size - 1}", param=f"{param}[{wrong}]")
 
     def check_text(self, ids: Sequence[int], param: str) -> None:
-        """Raises UnsupportedModality if one of the ids stands for an image or a video."""
+        """Raise UnsupportedModality if one of the ids stands for an image or a video."""
         media = {self.tokenizer.convert_tokens_to_ids(t) for t in (self.image_token, self.video_token) if t}
         if not media.isdisjoint(ids):
             raise UnsupportedModality("images and videos go into /v1/chat/completions", param=param)
 
     @property
     def documents(self) -> SlicedTokenizer:
-        """Returns a tokenizer for texts of any length that works like ``tokenize_document`` (for
+        """Return a tokenizer for texts of any length that works like ``tokenize_document`` (for
         ``mpic.prompt.split``)."""
         return self._guard.sliced
 
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Mapping] | None = None, owner: str | None = None
     ) -> Prompt:
-        """Returns the segments of a conversation, ready for the model's answer.
+        """Return the segments of a conversation, ready for the model's answer.
 
         Args:
             owner: the user whose long texts are not tokenized twice; None: every text is tokenized.
@@ -208,7 +208,7 @@ class ChatTemplate:
         return Prompt(tuple(segments))
 
     def continuation(self, pieces: Sequence[Trusted | str | Chunk]) -> tuple[Segment, ...]:
-        """Returns segments of text and chunks that continue a model's answer; nothing is put in front."""
+        """Return segments of text and chunks that continue a model's answer; nothing is put in front."""
         before, after = self._markers
         cuts: list[Trusted | str | Cut] = []
         for piece in pieces:
@@ -232,17 +232,17 @@ class ChatTemplate:
         return Limit(tokens, self.context, what, param)
 
     def is_control(self, token: str) -> bool:
-        """Returns whether a string is a control token of the model."""
+        """Return whether a string is a control token of the model."""
         return self.tokenizer.get_added_vocab().get(token) in self._guard.control
 
     def render(self, messages: list[dict[str, Any]], tools: list | None = None) -> str:
-        """Applies the template to messages of this program, with the generation prompt; not for clients' text."""
+        """Apply the template to messages of this program, with the generation prompt; not for clients' text."""
         return self._render(messages, tools)
 
     def pieces(
         self, messages: Sequence[Message], tools: Sequence[Mapping] | None = None
     ) -> list[Trusted | str | Ref]:
-        """Renders a conversation: text of the template (``Trusted``), text of clients (``str``) and chunks
+        """Render a conversation: text of the template (``Trusted``), text of clients (``str``) and chunks
         (``Ref``)."""
         if tools and not self.abilities.tools:
             raise UnsupportedParameter("the model's chat template does not print tools", param="tools")
@@ -284,7 +284,7 @@ class ChatTemplate:
         )
 
     def _fold_system(self, messages: Sequence[Message]) -> list[Message]:
-        """Puts system messages in front of the next user message if the template does not render them."""
+        """Put system messages in front of the next user message if the template does not render them."""
         if self.abilities.system:
             return list(messages)
         folded: list[Message] = []
@@ -311,7 +311,7 @@ def build_prompt(
     values: int = Bounds.values,
     handles: Handles | None = None,
 ) -> Prompt:
-    """Returns the prompt of an OpenAI-shaped conversation, ready for the model's answer; its last segment is text.
+    """Return the prompt of an OpenAI-shaped conversation, ready for the model's answer; its last segment is text.
 
     Args:
         messages: the request's ``messages``, as parsed from JSON.

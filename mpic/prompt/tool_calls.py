@@ -23,7 +23,7 @@ class ToolCallReader:
         self._values = self._left = values
 
     def read(self, calls: Any, param: str) -> list[dict[str, Any]]:
-        """Returns the calls of one message, with their arguments as objects. Some clients and models write ``""`` or
+        """Return the calls of one message, with their arguments as objects. Some clients and models write ``""`` or
         ``null`` for none.
 
         Raises:

@@ -22,7 +22,7 @@ WORDS = f"words: WORDS\nopens[lazy]: WORDS {json.dumps(OPEN)}\nWORDS: /(.|\\n)*/
 
 
 def form_of(body: ChatRequest) -> Grammar | None:
-    """Returns the grammar that a request asks for; None if its answer is free.
+    """Return the grammar that a request asks for; None if its answer is free.
 
     Raises:
         InvalidGrammar: a schema is no object's where it has to be, or too large; ``param`` names it.
@@ -68,7 +68,7 @@ class _Rules:
 
 
 def _answer(body: ChatRequest, rules: _Rules) -> str | None:
-    """Returns the rule of an answer that is no call."""
+    """Return the rule of an answer that is no call."""
     form, outputs = body.response_format, body.structured_outputs
     if outputs is not None and outputs.regex is not None:
         param = "structured_outputs.regex"
@@ -86,7 +86,7 @@ def _answer(body: ChatRequest, rules: _Rules) -> str | None:
 
 
 def _call(rules: _Rules, i: int, tool: Tool, forced: bool) -> str:
-    """Adds the rules of a tool's call, and returns its name. The arguments of a tool that is not strict follow its
+    """Add the rules of a tool's call, and return its name. The arguments of a tool that is not strict follow its
     schema only where the request wants a call."""
     param = f"tools[{i}].function.parameters"
     schema = {"type": "object"}

@@ -81,7 +81,7 @@ ROUTERS = (
 
 @cache
 def _routes() -> list[BaseRoute]:
-    """Returns the routes of the API. All applications of a process share them, because FastAPI takes longer to prepare
+    """Return the routes of the API. All applications of a process share them, because FastAPI takes longer to prepare
     them than everything else takes together."""
     shared = APIRouter(
         responses={"4XX": {"model": ErrorBody, "description": "an error the caller can correct"}}
@@ -94,7 +94,7 @@ def _routes() -> list[BaseRoute]:
 def create_app(
     engine: Engine, library: Library, template: ChatTemplate, config: Config | None = None
 ) -> FastAPI:
-    """Returns the application over a running engine and an open library, both of which it closes at shutdown."""
+    """Return the application over a running engine and an open library, both of which it closes at shutdown."""
     config = config or Config()
     template = template.within(engine.info.context_length)
     library.files.tokenize = library.references.tokenize = template.tokenize_document
@@ -192,5 +192,5 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 async def _on_own_thread(close: Callable[[], None]) -> None:
-    """Runs ``close`` on an extra thread, because blocked requests may hold all the others."""
+    """Run ``close`` on an extra thread, because blocked requests may hold all the others."""
     await to_thread.run_sync(close, limiter=CapacityLimiter(1))

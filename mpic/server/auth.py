@@ -60,7 +60,7 @@ class RateLimiter:
         self._spent = 0.0
 
     def acquire(self, per_minute: int, now: float) -> float:
-        """Counts one request. Returns 0, or the seconds until the next request is allowed if this one is not."""
+        """Count one request. Return 0, or the seconds until the next request is allowed if this one is not."""
         self._spent = max(0.0, self._spent - (now - self._at) * per_minute / 60)
         self._at = now
         if self._spent + 1 > per_minute + 1e-9:
@@ -77,7 +77,7 @@ class KeyRates:
         self._limiters: dict[str, RateLimiter] = {}
 
     def count(self, key: Key) -> None:
-        """Counts one request of a key. Raises RateLimited when the key has used up its limit."""
+        """Count one request of a key. Raise RateLimited when the key has used up its limit."""
         most = key.limits.requests_per_minute
         if most is None:
             return
@@ -117,7 +117,7 @@ class _Running:
         await self._send(message)
 
     async def end(self, scope: Scope) -> None:
-        """Tells the client of a revoked key why its answer ends. What is no stream of events is cut off."""
+        """Tell the client of a revoked key why its answer ends. What is no stream of events is cut off."""
         error = Unauthorized("the API key was revoked while its request was answered")
         if self._kind is None:
             await errors.response(error)(scope, self._receive, self._send)
@@ -137,7 +137,7 @@ class UnderWay:
         self._counts, self._key, self._taken = counts, key, 0
 
     def take(self, answers: int) -> None:
-        """Counts answers. Raises TooManyAtOnce when the key would have more under way than it may."""
+        """Count answers. Raise TooManyAtOnce when the key would have more under way than it may."""
         most, prefix = self._key.limits.concurrent, self._key.prefix
         if most is not None and self._counts[prefix] + answers > most:
             if self._taken + answers > most:
@@ -204,7 +204,7 @@ class Authenticate:
             await running.end(scope)
 
     def _watch(self) -> None:
-        """Ends the requests of keys that were revoked. Other processes revoke, so the file is asked, while requests are
+        """End the requests of keys that were revoked. Other processes revoke, so the file is asked, while requests are
         under way: for one counter, and for keys only when that has changed."""
         self._watching = None
         if not self._running:
@@ -230,7 +230,7 @@ class Authenticate:
             return False
 
     def _key(self, scope: Scope) -> Key | None:
-        """Returns the key of a request; None if it needs none."""
+        """Return the key of a request; None if it needs none."""
         if not self.always and not self.keys.exist():
             scope.setdefault("state", {})["user"] = LOCAL
             return None
@@ -256,7 +256,7 @@ class Authenticate:
         return key
 
     def _admit(self, key: Key) -> UnderWay:
-        """Counts a request. Raises TooManyAtOnce or RateLimited when the key has used up its limits."""
+        """Count a request. Raise TooManyAtOnce or RateLimited when the key has used up its limits."""
         taken = UnderWay(self._counts, key)
         taken.take(1)
         try:
@@ -268,7 +268,7 @@ class Authenticate:
 
 
 def take_answers(request: Request, n: int) -> None:
-    """Counts a request for ``n`` answers as ``n`` under way. Raises TooManyAtOnce when its key may not have so many at
+    """Count a request for ``n`` answers as ``n`` under way. Raise TooManyAtOnce when its key may not have so many at
     the moment, and UnsupportedParameter when it never may."""
     taken: UnderWay | None = getattr(request.state, "under_way", None)
     if taken is not None and n > 1:
@@ -279,7 +279,7 @@ _scheme = HTTPBearer(auto_error=False, description="only when the server has key
 
 
 async def _current(request: Request, shown: Annotated[object, Security(_scheme)]) -> User:
-    """Returns the user that the middleware has found. ``shown`` only documents the key in /docs. Like ``get_state``,
+    """Return the user that the middleware has found. ``shown`` only documents the key in /docs. Like ``get_state``,
     it needs no thread."""
     return request.state.user
 

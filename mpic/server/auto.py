@@ -87,7 +87,7 @@ class Calibration(BaseModel):
         return kinds
 
     def path(self, folder: Path) -> Path:
-        """Returns the file in which a library's folder keeps it."""
+        """Return the file in which a library's folder keeps it."""
         return path_of(folder, self.model, self.kv_dtype)
 
 
@@ -99,7 +99,7 @@ class Unusable(Exception):
 
 
 def unfit(policy: Policy) -> str | None:
-    """Returns the reason why ``auto`` may not choose a policy, or None: it must run on both engines, for every request,
+    """Return the reason why ``auto`` may not choose a policy, or None: it must run on both engines, for every request,
     over chunks that are compiled as they are."""
     if needs := policy.needs():
         return f"{policy} cannot be chosen by auto: {', '.join(sorted(need.value for need in needs))}"
@@ -107,17 +107,17 @@ def unfit(policy: Policy) -> str | None:
 
 
 def path_of(folder: Path, model: str, kv_dtype: str) -> Path:
-    """Returns the file of a model's calibration in a library's folder."""
+    """Return the file of a model's calibration in a library's folder."""
     return folder / FOLDER / f"{model[:16]}-{kv_dtype}.json"
 
 
 def kv_dtype_of(info: Any) -> str:
-    """Returns the type of the KV that a model (``mpic.model.info.ModelInfo``) stores."""
+    """Return the type of the KV that a model (``mpic.model.info.ModelInfo``) stores."""
     return info.details.get("kv_dtype", info.dtype)
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Reads a calibration. Raises Unusable, FileNotFoundError."""
+    """Read a calibration. Raise Unusable, FileNotFoundError."""
     try:
         if path.exists() and not path.is_file():
             raise Unusable(path, "it is not a file")
@@ -153,7 +153,7 @@ class Auto:
 
     @classmethod
     def of_model(cls, info: Any, folder: Path) -> Auto:
-        """Looks for the calibration of a model in a library's folder, then among the bundled ones.
+        """Look for the calibration of a model in a library's folder, then among the bundled ones.
 
         A file that cannot be used is named in the log and in ``problem``, and the model counts as not calibrated.
 
@@ -168,18 +168,18 @@ class Auto:
             return cls(kinds, problem=str(reason))
 
     def for_chunks(self, chunks: Iterable[Chunk]) -> Policy:
-        """Returns the policy of a prompt with these chunks. That a press costs something is not counted: whoever
+        """Return the policy of a prompt with these chunks. That a press costs something is not counted: whoever
         compressed them has chosen it."""
         return self.for_kinds({chunk.kind for chunk in chunks} or self.kinds)
 
     def for_kinds(self, kinds: Collection[str]) -> Policy:
-        """Returns the cheapest policy that is within the bound for each of these kinds of chunks."""
+        """Return the cheapest policy that is within the bound for each of these kinds of chunks."""
         first, *others = [self._within(kind) for kind in sorted(kinds)]
         common = (name for name in first if all(name in names for names in others))
         return parse_policy(next(common, EXACT))
 
     def check_press(self, press: str) -> None:
-        """Refuses a server's press that would have no effect or cannot be combined with the policy. Raises
+        """Refuse a server's press that would have no effect or cannot be combined with the policy. Raise
         ConfigError."""
         try:
             check_presses(self.default, [press])
@@ -217,7 +217,7 @@ class Auto:
         return ", ".join(parts)
 
     def _within(self, kind: str) -> Mapping[str, MeasuredPolicy]:
-        """Returns the policies that are within the bound for a kind, cheapest first."""
+        """Return the policies that are within the bound for a kind, cheapest first."""
         if self.calibration is None:
             return {}
         tried = self.calibration.kinds.get(kind, ())
@@ -225,7 +225,7 @@ class Auto:
 
 
 def _found(folder: Path, model: str, kv_dtype: str) -> Calibration | None:
-    """Returns the calibration of a model, the operator's own before a bundled one. Raises Unusable."""
+    """Return the calibration of a model, the operator's own before a bundled one. Raise Unusable."""
     own = path_of(folder, model, kv_dtype)
     with suppress(FileNotFoundError):
         found = read_calibration(own)

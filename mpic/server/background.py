@@ -77,7 +77,7 @@ class BackgroundJobs:
         self._ending = threading.Event()
 
     async def start(self) -> None:
-        """Compiles files that an earlier run left uncompiled, and starts to watch for expiry."""
+        """Compile files that an earlier run left uncompiled, and start to watch for expiry."""
         for file in await run_in_threadpool(self.library.files.pending):
             self.compile(file)
         for reference in await run_in_threadpool(self.library.references.pending):
@@ -88,14 +88,14 @@ class BackgroundJobs:
         self._spawn(self._forget())
 
     async def stop(self) -> None:
-        """Stops; the next start continues."""
+        """Stop; the next start continues."""
         self._ending.set()  # the threads end at their next checkpoint, and their tasks wait for that
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def compile(self, file: File) -> None:
-        """Compiles a file in the background; its state becomes ``ready`` or ``failed``."""
+        """Compile a file in the background; its state becomes ``ready`` or ``failed``."""
         files, user = self.library.files, file.owner
         chunks_of, set_state = partial(files.chunks, user, file), partial(files.set_state, user, file.id)
         exists = partial(files.get, user, file.id)
@@ -103,7 +103,7 @@ class BackgroundJobs:
         self._spawn(self._compile(file.id, once, set_state))
 
     def compile_reference(self, reference: Reference) -> None:
-        """Compiles a reference in the background, as ``compile`` does a file."""
+        """Compile a reference in the background, as ``compile`` does a file."""
         shelf = self.library.references
         set_state = partial(shelf.set_state, reference)
         chunks_of = lambda: [shelf.chunk(reference)]
@@ -119,7 +119,7 @@ class BackgroundJobs:
     async def _compile(
         self, id: str, once: Callable[[], Awaitable[CompileOutcome | None]], set_state: Callable[..., None]
     ) -> None:
-        """Compiles until it does not fail for one of the reasons in ``RETRIED``, and records the outcome. ``once`` is
+        """Compile until it does not fail for one of the reasons in ``RETRIED``, and record the outcome. ``once`` is
         ``_compile_once``."""
         for pause in PAUSES:
             try:
@@ -142,7 +142,7 @@ class BackgroundJobs:
         exists: Callable[[], object],
         clip: bool,
     ) -> CompileOutcome | None:
-        """Compiles once, when it is the user's turn. Returns None if there is nothing to record. Raises the errors in
+        """Compile once, when it is the user's turn. Return None if there is nothing to record. Raise the errors in
         ``RETRIED``; any other becomes the file's state.
 
         Args:
@@ -166,7 +166,7 @@ class BackgroundJobs:
             return CompileOutcome("ready", tokens)
 
     async def _record(self, id: str, outcome: CompileOutcome | None, set_state: Callable[..., None]) -> None:
-        """Records an outcome. This is repeated until it succeeds, because otherwise the file would be compiling until
+        """Record an outcome. This is repeated until it succeeds, because otherwise the file would be compiling until
         the next start."""
         if outcome is None:
             return
@@ -179,7 +179,7 @@ class BackgroundJobs:
             await asyncio.sleep(pause)
 
     async def _compile_chunk(self, chunk: Chunk, exists: Callable[[], object]) -> int:
-        """Compiles a chunk, unless the file was deleted while its earlier chunks were compiled; returns its number of
+        """Compile a chunk, unless the file was deleted while its earlier chunks were compiled; return its number of
         tokens.
 
         Raises:
@@ -210,7 +210,7 @@ class BackgroundJobs:
             await asyncio.sleep(EXPIRY_SECONDS)
 
     async def _watch(self) -> None:
-        """Logs when the library's folder is removed and when it is back; every write checks this too."""
+        """Log when the library's folder is removed and when it is back; every write checks this too."""
         gone = False
         while True:
             was, gone = gone, await run_in_threadpool(self.library.folder.gone)
@@ -225,7 +225,7 @@ class BackgroundJobs:
             await asyncio.sleep(WATCH_SECONDS)
 
     async def _save(self) -> None:
-        """Writes the savings ledger."""
+        """Write the savings ledger."""
         while True:
             await asyncio.sleep(SAVE_SECONDS)
             try:
@@ -238,7 +238,7 @@ class BackgroundJobs:
                 log.exception("Writing the savings failed and is tried again in %g s.", SAVE_SECONDS)
 
     async def _forget(self) -> None:
-        """Forgets deletions and evicted chunks that are old, of which a server that runs for long sees many."""
+        """Forget deletions and evicted chunks that are old, of which a server that runs for long sees many."""
         while True:
             await asyncio.sleep(FORGET_SECONDS)
             try:

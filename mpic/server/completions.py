@@ -16,7 +16,7 @@ REPLACEMENT = "\ufffd"
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Returns the characters that byte-level BPE (GPT-2's) writes bytes as; visible Latin-1 stands for itself."""
+    """Return the characters that byte-level BPE (GPT-2's) writes bytes as; visible Latin-1 stands for itself."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -59,7 +59,7 @@ class CompletionWriter:
     _tokens: dict[int, tuple[str, list[int] | None]] = field(init=False, default_factory=dict)
 
     def completion(self, answers: list[list[Delta]], usage: GenerationUsage) -> dict[str, Any]:
-        """Returns the ``chat.completion`` of finished answers."""
+        """Return the ``chat.completion`` of finished answers."""
         choices = [self._choice(i, deltas) for i, deltas in enumerate(answers)]
         return {**self._envelope("chat.completion", choices), "usage": self.usage(usage)}
 
@@ -81,12 +81,12 @@ class CompletionWriter:
         }
 
     def first_chunk(self, index: int = 0) -> dict[str, Any]:
-        """Returns the first event of a stream: the role, and the references found before the answer."""
+        """Return the first event of a stream: the role, and the references found before the answer."""
         found = {"annotations": citation_annotations(self.rounds)} if self.rounds else {}
         return self._chunk({"role": "assistant", "content": "", **found}, index)
 
     def chunk(self, delta: Delta, index: int = 0) -> dict[str, Any]:
-        """Returns an event of a stream. The last one of an answer has the finish reason."""
+        """Return an event of a stream. The last one of an answer has the finish reason."""
         content: dict[str, Any] = {"content": delta.text} if delta.text else {}
         if self.tools:
             content = self._parse(index, delta.text, delta.finish_reason is not None)
@@ -96,7 +96,7 @@ class CompletionWriter:
         return self._chunk(content, index, self._finish_reason(index, delta), logprobs)
 
     def _parse(self, index: int, text: str, last: bool) -> dict[str, Any]:
-        """Returns the words and the tool calls that a piece of an answer completes."""
+        """Return the words and the tool calls that a piece of an answer completes."""
         parser = self._parsers.setdefault(index, ToolCallParser())
         first = len(parser.calls)
         found = [*parser.push(text), *(parser.finish() if last else [])]
@@ -109,11 +109,11 @@ class CompletionWriter:
         return "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
 
     def usage_chunk(self, usage: GenerationUsage) -> dict[str, Any]:
-        """Returns the chunk with the usage and no choices, which OpenAI sends last."""
+        """Return the chunk with the usage and no choices, which OpenAI sends last."""
         return {**self._envelope("chat.completion.chunk", []), "usage": self.usage(usage)}
 
     def usage(self, usage: GenerationUsage) -> dict[str, Any]:
-        """Returns the ``usage`` of an answer, with our own fields in ``mpic``."""
+        """Return the ``usage`` of an answer, with our own fields in ``mpic``."""
         ours: dict[str, Any] = {
             "policy": usage.policy,
             "tokens": {
@@ -194,7 +194,7 @@ class CompletionWriter:
         return {"token": text, "logprob": max(-9999.0, logprob), "bytes": bytes_}
 
     def _bytes(self, id: int) -> list[int] | None:
-        """Returns the bytes of a token that is no text by itself; None where its name does not show them."""
+        """Return the bytes of a token that is no text by itself; None where its name does not show them."""
         name = self.decoder.convert_ids_to_tokens(id)
         if byte := re.fullmatch("<0x([0-9A-F]{2})>", name):  # SentencePiece
             return [int(byte[1], 16)]
@@ -202,7 +202,7 @@ class CompletionWriter:
 
 
 def citation_annotations(rounds: Sequence[RetrievalRound]) -> list[dict[str, Any]]:
-    """Returns the references the model was given, as annotations of its message."""
+    """Return the references the model was given, as annotations of its message."""
     return [
         {"type": "reference_citation", "reference_citation": {**citation, "query": one.query}}
         for one in rounds
@@ -211,7 +211,7 @@ def citation_annotations(rounds: Sequence[RetrievalRound]) -> list[dict[str, Any
 
 
 def _later_rounds(usage: GenerationUsage) -> Iterator[dict[str, Any]]:
-    """Yields the searches made during the answer. The chunks that they inserted, one for each citation, are the last of
+    """Yield the searches made during the answer. The chunks that they inserted, one for each citation, are the last of
     the prompt."""
     inserted = sum(len(one.citations) for one in usage.retrieval)
     chunks = iter(usage.chunks[len(usage.chunks) - inserted :])

@@ -49,19 +49,19 @@ class Connection(Protocol):
     """The key that its connections are counted by; see ``addresses``."""
 
     def has_key(self) -> bool:
-        """Returns whether a request with a valid key has arrived over it."""
+        """Return whether a request with a valid key has arrived over it."""
 
     def is_answering(self) -> bool:
-        """Returns whether a whole header has arrived whose request is not answered yet."""
+        """Return whether a whole header has arrived whose request is not answered yet."""
 
     def evict(self, error: TooManyConnections) -> None:
-        """Closes at once, with this error if that is still possible."""
+        """Close at once, with this error if that is still possible."""
 
     def drop(self) -> None:
-        """Closes at once, without an answer."""
+        """Close at once, without an answer."""
 
     def tick(self, seconds: float) -> None:
-        """Counts the seconds that have passed, and closes when the client has used up its time."""
+        """Count the seconds that have passed, and close when the client has used up its time."""
 
 
 class _ConnectionGroup:
@@ -85,7 +85,7 @@ class _ConnectionGroup:
         self._authenticated.pop(connection, None)
 
     def eviction_candidate(self) -> Connection | None:
-        """Returns the connection to close for a new one, or None.
+        """Return the connection to close for a new one, or None.
 
         Each connection is moved to ``_authenticated`` only once, so the search is short even while thousands arrive.
         """
@@ -128,7 +128,7 @@ class Connections:
         return len(self._all)
 
     def admit(self, newcomer: Connection) -> TooManyConnections | None:
-        """Counts a new connection, closing another one for it if necessary; returns the error if none can be closed."""
+        """Count a new connection, closing another one for it if necessary; return the error if none can be closed."""
         self.accepted += 1
         group = self._addresses.get(newcomer.network, _ConnectionGroup())
         full = len(group) >= self.config.max_connections_per_address and not self._is_exempt(newcomer.host)
@@ -141,7 +141,7 @@ class Connections:
         return None
 
     def leave(self, connection: Connection) -> None:
-        """Forgets a connection that is closed, or is about to be."""
+        """Forget a connection that is closed, or is about to be."""
         self._all.remove(connection)
         group = self._addresses.get(connection.network)
         if group is not None:
@@ -150,7 +150,7 @@ class Connections:
                 del self._addresses[connection.network]
 
     def drop(self) -> None:
-        """Closes all of them."""
+        """Close all of them."""
         for connection in self._all:
             connection.drop()
 
@@ -174,7 +174,7 @@ class Connections:
     # ---- time
 
     def watch(self) -> None:
-        """Starts the one timer that lets time pass for all connections."""
+        """Start the one timer that lets time pass for all connections."""
         asyncio.get_running_loop().call_later(self._tick, self.watch)
         now = time.monotonic()
         # clients are not to blame for a loop that was held up
@@ -185,7 +185,7 @@ class Connections:
         self._log_closed(now)
 
     def _log_closed(self, now: float) -> None:
-        """Logs one line about everything that was closed since the last one."""
+        """Log one line about everything that was closed since the last one."""
         if self.closed == self._logged or now - self._logged_at < LOG_SECONDS:
             return
         news = {
@@ -205,7 +205,7 @@ class Connections:
     # ---- metrics
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the metrics for Prometheus."""
+        """Yield the metrics for Prometheus."""
         yield GaugeMetricFamily("mpic_connections", "Connections open", value=len(self))
         yield GaugeMetricFamily("mpic_connections_limit", "Most connections open at once", value=self.most)
         yield CounterMetricFamily("mpic_connections_accepted", "Connections accepted", value=self.accepted)
@@ -220,7 +220,7 @@ class Connections:
 
 
 def addresses(host: str) -> tuple[str, str]:
-    """Returns the address of a client and the address or network that its connections are counted by.
+    """Return the address of a client and the address or network that its connections are counted by.
 
     An IPv6 client is counted by its /64 network, which belongs to one customer of a provider. An IPv4 address mapped
     into IPv6 is returned as IPv4.

@@ -29,7 +29,7 @@ ONLY_OVER = "only_over"
 
 
 def check_whole(file: File, context: int) -> None:
-    """Refuses a compiled document that is too long for the model's context, so that no prompt can link all of it.
+    """Refuse a compiled document that is too long for the model's context, so that no prompt can link all of it.
 
     Args:
         context: maximum number of tokens of the model.
@@ -53,7 +53,7 @@ def check_whole(file: File, context: int) -> None:
 
 
 def split_of(asked: str | None, filename: str, only_over: int) -> dict[str, Any] | None:
-    """Returns the settings by which an upload is to be cut if it is a document; None: it is not cut.
+    """Return the settings by which an upload is to be cut if it is a document; None: it is not cut.
 
     Args:
         asked: ``auto`` (or nothing), a mode of KVSplit, or its options as JSON.
@@ -81,7 +81,7 @@ def split_of(asked: str | None, filename: str, only_over: int) -> dict[str, Any]
 def cut_document(
     text: str, split: Mapping[str, Any], tokenizer: SlicedTokenizer, context: int
 ) -> list[tuple[int, int]]:
-    """Returns the characters ``[start, end)`` of the pieces of a document, in order. It may take seconds.
+    """Return the characters ``[start, end)`` of the pieces of a document, in order. It may take seconds.
 
     Args:
         split: the result of ``split_of``.

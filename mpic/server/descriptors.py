@@ -24,7 +24,7 @@ log = logging.getLogger("mpic.server")
 
 
 def raise_limit() -> int:
-    """Raises the soft limit on open files as far as the hard one allows, and returns it. It is never lowered."""
+    """Raise the soft limit on open files as far as the hard one allows, and return it. It is never lowered."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     for wanted in (WANTED, MACOS):
         wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -36,7 +36,7 @@ def raise_limit() -> int:
 
 
 def connection_limit(limit: int, asked: int, held: int | None = None) -> int:
-    """Returns how many connections may be open at once.
+    """Return how many connections may be open at once.
 
     Args:
         limit: number of files that the process may open.

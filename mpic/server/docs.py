@@ -22,7 +22,7 @@ CSP = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; ba
 
 
 def page(spec: dict[str, Any]) -> str:
-    """Returns the page of an OpenAPI description."""
+    """Return the page of an OpenAPI description."""
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(spec['info']['title'])} API</title>"
         "<meta name=viewport content='width=device-width, initial-scale=1'>"

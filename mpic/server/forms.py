@@ -64,7 +64,7 @@ class FormCharset:
 
 
 async def read_form(request: Request, arriving: Callable[[str], Arriving]) -> FormData:
-    """Reads the form of an upload, whose file is written as it arrives. A body of another kind is not read and gives an
+    """Read the form of an upload, whose file is written as it arrives. A body of another kind is not read and gives an
     empty one, in which ``form_fields`` then misses the file.
 
     Args:
@@ -98,14 +98,14 @@ class FormFile(UploadFile):
         await self.file.write(data)
 
     async def seek(self, offset: int) -> None:
-        """Does nothing: the library reads it."""
+        """Do nothing: the library reads it."""
 
     async def close(self) -> None:
         self.file.close()
 
 
 def _with_plain_name(disposition: bytes) -> bytes:
-    """Returns a Content-Disposition whose ``filename`` is what its ``filename*`` says, if it has one (RFC 5987)."""
+    """Return a Content-Disposition whose ``filename`` is what its ``filename*`` says, if it has one (RFC 5987)."""
     for found in EXTENDED_NAME.finditer(disposition):
         if found["name"] is None:  # a quoted text, in which nothing counts
             continue

@@ -68,7 +68,7 @@ class HostGuard:
         await self.app(scope, receive, send)
 
     def refuse(self, headers: Headers) -> MPICError | None:
-        """Returns the error of a request that is refused, None for others."""
+        """Return the error of a request that is refused, None for others."""
         with_keys = self.keys is not None and self.keys.exist()
         if not with_keys and (field := next(filter(PROXIED.fullmatch, headers), None)):
             return KeysNeeded(
@@ -203,7 +203,7 @@ class BodyLimit:
                     del self._held[user]
 
     def _check_memory(self, user: str | None) -> None:
-        """Raises TooManyBytes if the bodies of all requests, or of one user's, take more memory than they may."""
+        """Raise TooManyBytes if the bodies of all requests, or of one user's, take more memory than they may."""
         most = BODIES * self.other
         if self._held.total() > most or self._held[user] > most // 2:
             raise TooManyBytes(

@@ -34,7 +34,7 @@ EXTRA_TEXT_BYTES = 1 << 20
 
 
 def is_quick(body: bytes | bytearray) -> bool:
-    """Returns whether a body is parsed and validated so soon that the event loop may wait for it. Commas, colons and
+    """Return whether a body is parsed and validated so soon that the event loop may wait for it. Commas, colons and
     brackets in texts count, too."""
     if len(body) <= SMALL:
         return True
@@ -45,7 +45,7 @@ class _JsonRequest(Request):
     route: JSONRoute
 
     async def body(self) -> bytearray:  # ty: ignore[incompatible-method-override] (Starlette reads it as bytes)
-        """Reads the body into one growing buffer; joining the pieces at the end would hold up the event loop."""
+        """Read the body into one growing buffer; joining the pieces at the end would hold up the event loop."""
         if not hasattr(self, "_body"):
             body = bytearray()
             async for piece in self.stream():
@@ -54,7 +54,7 @@ class _JsonRequest(Request):
         return cast(bytearray, self._body)
 
     async def json(self) -> Any:
-        """Returns the route's model, validated, or None for ``null``."""
+        """Return the route's model, validated, or None for ``null``."""
         if not hasattr(self, "_json"):
             body, state = await self.body(), self.app.state.mpic
             if is_quick(body):
@@ -65,7 +65,7 @@ class _JsonRequest(Request):
         return self._json
 
     async def form(self) -> FormData:  # ty: ignore[incompatible-method-override] (FastAPI only awaits it)
-        """Returns the form of an upload, see ``read_form``."""
+        """Return the form of an upload, see ``read_form``."""
         if self._form is None:
             self._form = await read_form(self, self.app.state.mpic.library.files.arriving)
         return self._form
@@ -93,17 +93,17 @@ class JSONRoute(APIRoute):
         return handler
 
     def bounds(self, state: State) -> Bounds:
-        """Returns how much a body may hold."""
+        """Return how much a body may hold."""
         return Bounds(values=min(state.config.server.max_body_values, MAX_VALUES))
 
     def refusal(self, error: TooMuch, state: State) -> MPICError:
-        """Returns the error for a body that holds more."""
+        """Return the error for a body that holds more."""
         if error.what == "depth":
             return BadRequest(f"the body has {error}")
         return TooLarge(f"the body has {error}")
 
     def read(self, body: bytes | bytearray, state: State) -> BaseModel | None:
-        """Returns the body as the route's model.
+        """Return the body as the route's model.
 
         Raises:
             BadRequest: it is not a JSON text, or it does not fit the model.

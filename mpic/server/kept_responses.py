@@ -47,7 +47,7 @@ class KeptResponses:
         self._bytes: dict[str, int] = {}
 
     def keep(self, user: str, response: KeptResponse) -> None:
-        """Keeps a response, for which older ones may have to go. One that is too large by itself is not kept."""
+        """Keep a response, for which older ones may have to go. One that is too large by itself is not kept."""
         self._drop_expired()
         self._users.setdefault(user, OrderedDict())[response.body["id"]] = self._clock(), response
         self._bytes[user] = self._bytes.get(user, 0) + response.size + OVERHEAD
@@ -58,7 +58,7 @@ class KeptResponses:
             self._drop(oldest, next(iter(self._users[oldest])))
 
     def get(self, user: str, id: str, param: str | None = None) -> KeptResponse:
-        """Returns a response of the user, which is then kept for another hour. Raises ResponseNotFound."""
+        """Return a response of the user, which is then kept for another hour. Raise ResponseNotFound."""
         self._drop_expired()
         kept = self._users.get(user) or OrderedDict()
         if id not in kept:
@@ -73,14 +73,14 @@ class KeptResponses:
         return response
 
     def item(self, user: str, id: str, param: str) -> Any:
-        """Returns the message of an output item of the user. Raises ResponseNotFound."""
+        """Return the message of an output item of the user. Raise ResponseNotFound."""
         response = self.get(user, "resp_" + id.partition("_")[2].partition("_")[0], param)
         if id not in response.items:
             raise ResponseNotFound(f"the response has no item {cut(id)!r}", param=param, id=id)
         return response.items[id]
 
     def remove(self, user: str, id: str, param: str | None = None) -> None:
-        """Forgets a response. Raises ResponseNotFound."""
+        """Forget a response. Raise ResponseNotFound."""
         self.get(user, id, param)
         self._drop(user, id)
 

@@ -43,17 +43,17 @@ class Metrics:
         self.registry.register(_StateCollector(engine, library))
 
     def answered(self, usage: GenerationUsage) -> None:
-        """Counts an answer that has ended, unless it ended before its first token."""
+        """Count an answer that has ended, unless it ended before its first token."""
         if usage.ttft_ms:
             for name, histogram in self._times.items():
                 histogram.observe(getattr(usage, f"{name}_ms") / 1e3)
 
     def responded(self, status: int) -> None:
-        """Counts a response."""
+        """Count a response."""
         self._responses.labels(str(status)).inc()
 
     def text(self) -> bytes:
-        """Returns the exposition format. It may wait for the catalogue, so it runs on a thread."""
+        """Return the exposition format. It may wait for the catalogue, so it runs on a thread."""
         return generate_latest(self.registry)
 
 
@@ -103,7 +103,7 @@ class _StateCollector:
 
 
 def _by(kind: type, name: str, description: str, label: str, values: Mapping[str, float]) -> Metric:
-    """Returns a metric with one value for each value of a label."""
+    """Return a metric with one value for each value of a label."""
     metric = kind(name, description, labels=[label])
     for label_value, value in values.items():
         metric.add_metric([label_value], value)
@@ -130,7 +130,7 @@ def _engine(stats: dict[str, Any]) -> Iterator[Metric]:
 
 
 def _device(stats: dict[str, Any]) -> dict[str, int]:
-    """Returns the counters of the page pool under the names the other tiers use."""
+    """Return the counters of the page pool under the names the other tiers use."""
     counters, pages = stats.get("counters", {}), stats.get("pages", {})
     return {
         "requested": counters.get("chunk_requests", 0),

@@ -24,7 +24,7 @@ class ParallelSampling:
 
     @classmethod
     def submit(cls, submit: Submit, requests: Sequence[GenerationRequest], n: int) -> ParallelSampling:
-        """Submits each request ``n`` times, all or none."""
+        """Submit each request ``n`` times, all or none."""
         streams: list[GenerationStream] = []
         try:
             for request, i in product(requests, range(n)):
@@ -39,12 +39,12 @@ class ParallelSampling:
         return cls(streams)
 
     def abort(self) -> None:
-        """Ends all answers."""
+        """End all answers."""
         for stream in self.streams:
             stream.abort()
 
     async def collect(self) -> list[list[Delta]]:
-        """Returns all deltas of each answer."""
+        """Return all deltas of each answer."""
 
         async def deltas(stream: GenerationStream) -> list[Delta]:
             return [delta async for delta in stream]
@@ -52,7 +52,7 @@ class ParallelSampling:
         return list(await asyncio.gather(*map(deltas, self.streams)))
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:
-        """Yields deltas as they arrive, each with the number of its answer. The first error ends all of them."""
+        """Yield deltas as they arrive, each with the number of its answer. The first error ends all of them."""
         if len(self.streams) == 1:
             async for delta in self.streams[0]:
                 yield 0, delta
@@ -85,7 +85,7 @@ class ParallelSampling:
 
 
 def merge_usage(usages: Sequence[GenerationUsage]) -> GenerationUsage:
-    """Returns the usage of several answers: the prompt once, as OpenAI counts it, and every completion. Of the prompt's
+    """Return the usage of several answers: the prompt once, as OpenAI counts it, and every completion. Of the prompt's
     counts, those of the answer that cost most: the others may have found what it computed and compiled."""
     if not usages:
         return GenerationUsage()
@@ -94,7 +94,7 @@ def merge_usage(usages: Sequence[GenerationUsage]) -> GenerationUsage:
 
 
 def add_usages(usages: Mapping[int, GenerationUsage], n: int) -> GenerationUsage:
-    """Returns the usage of the answers to several prompts, by the number of the answer; each prompt has ``n``."""
+    """Return the usage of the answers to several prompts, by the number of the answer; each prompt has ``n``."""
     prompts: dict[int, list[GenerationUsage]] = {}
     for i, usage in usages.items():
         prompts.setdefault(i // n, []).append(usage)

@@ -133,7 +133,7 @@ class HTTPConnection(HttpToolsProtocol):
                     self.transport.abort()
 
     def _stalls(self, seconds: float) -> bool:
-        """Returns whether the client has been too slow in reading its answer."""
+        """Return whether the client has been too slow in reading its answer."""
         before, self._unread = self._unread, self._left_to_read()
         read, self._drained = self._drained + max(0, before - self._unread), 0
         if not self._unread:
@@ -143,7 +143,7 @@ class HTTPConnection(HttpToolsProtocol):
         return self._behind > self.limits.send_seconds
 
     def _left_to_read(self) -> int:
-        """Returns the bytes that wait for the client here and, if there are any, in the kernel.
+        """Return the bytes that wait for the client here and, if there are any, in the kernel.
 
         The kernel takes more only when it has sent a third of its buffer, which can be megabytes. Without its queue
         no progress could be seen until then.
@@ -172,7 +172,7 @@ class HTTPConnection(HttpToolsProtocol):
         self.registry.leave(self)
 
     def _disconnect(self) -> None:
-        """Tells the application that nobody waits for the answer that it is making; further output is dropped."""
+        """Tell the application that nobody waits for the answer that it is making; further output is dropped."""
         for cycle in (self._answering, self.cycle):
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True
@@ -195,7 +195,7 @@ class HTTPConnection(HttpToolsProtocol):
             self._malformed()
 
     def _parse(self, data: bytes) -> None:
-        """Feeds the parser. It takes what follows the offer of another protocol for that protocol, but an offer that is
+        """Feed the parser. It takes what follows the offer of another protocol for that protocol, but an offer that is
         ignored changes nothing (RFC 9110, 7.8): another parser, which has not seen the offer, reads on."""
         while data:
             try:
@@ -209,7 +209,7 @@ class HTTPConnection(HttpToolsProtocol):
                 self.parser.feed_data(head)
 
     def _allowed(self) -> int:
-        """Returns how many bytes may have been read in the present state."""
+        """Return how many bytes may have been read in the present state."""
         if self._state == "body":
             return self.limits.max_header_bytes + (1 + FRAMING_BYTES) * self._body_bytes
         return self.limits.max_header_bytes
@@ -227,7 +227,7 @@ class HTTPConnection(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Takes a field of the header, or of the trailer after a chunked body, which nobody reads."""
+        """Take a field of the header, or of the trailer after a chunked body, which nobody reads."""
         self._count(len(name) + len(value) + FIELD_BYTES)
         if self._state == "header":
             super().on_header(name, value)
@@ -245,7 +245,7 @@ class HTTPConnection(HttpToolsProtocol):
             self.flow.resume_reading()  # uvicorn stops reading here, and then sees no client that disconnects
 
     def _wrong_in_header(self) -> str | None:
-        """Returns why a header is refused that the parser accepts, if it is: something between client and server may
+        """Return why a header is refused that the parser accepts, if it is: something between client and server may
         read another host, another length or another protocol in it."""
         version = self.parser.get_http_version()
         hosts, codings = (
@@ -265,7 +265,7 @@ class HTTPConnection(HttpToolsProtocol):
         return None
 
     def _unread_bodies(self) -> int:
-        """Returns the bytes of bodies that the application has not received yet."""
+        """Return the bytes of bodies that the application has not received yet."""
         cycles = [cycle for cycle, _ in self.pipeline]
         return sum(len(cycle.body) for cycle in (self._answering, *cycles) if cycle is not None)
 
@@ -301,7 +301,7 @@ class HTTPConnection(HttpToolsProtocol):
     # ---- refusals
 
     def _malformed(self) -> None:
-        """Refuses a request that cannot be, or must not be, parsed further."""
+        """Refuse a request that cannot be, or must not be, parsed further."""
         error = self._error or InvalidHTTP("this is not a valid HTTP/1.1 request")
         if self._error is None and self._raw_bytes > self._allowed():
             in_body = self._state == "body"
@@ -327,7 +327,7 @@ class HTTPConnection(HttpToolsProtocol):
         self.transport.abort()
 
     def _refuse(self, error: MPICError, linger: bool = True) -> None:
-        """Ends the connection, with an error response if the client cannot mistake it for another answer."""
+        """End the connection, with an error response if the client cannot mistake it for another answer."""
         can_answer = self._can_answer()
         self._state, self._waited = "refused", 0.0
         self._disconnect()
@@ -343,7 +343,7 @@ class HTTPConnection(HttpToolsProtocol):
             self.transport.close()
 
     def _can_answer(self) -> bool:
-        """Returns whether the client would read the next bytes as the answer to the refused request."""
+        """Return whether the client would read the next bytes as the answer to the refused request."""
         if self.transport.is_closing() or self.transport.get_write_buffer_size():
             return False
         if self._state == "body":
@@ -363,7 +363,7 @@ class HTTPConnection(HttpToolsProtocol):
 async def _answered(
     app: Any, cycle: RequestResponseCycle, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Runs the application. The framework raises what it has answered (``mpic.http.errors``, which logs it), too, and
+    """Run the application. The framework raises what it has answered (``mpic.http.errors``, which logs it), too, and
     uvicorn would log all of it again."""
     try:
         await app(scope, receive, send)
@@ -375,7 +375,7 @@ async def _answered(
 async def _without_chunks(
     app: Any, cycle: RequestResponseCycle, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Runs the application for a client of HTTP/1.0, which knows no chunks: an answer of unknown length ends with the
+    """Run the application for a client of HTTP/1.0, which knows no chunks: an answer of unknown length ends with the
     connection."""
 
     declared = True

@@ -41,7 +41,7 @@ class LibraryResolver:
         return self._all(file, pages)
 
     def by_file_id(self, file_id: str) -> list[Chunk]:
-        """Returns an upload of the user, or a reference (``ref_...``), which every user may read."""
+        """Return an upload of the user, or a reference (``ref_...``), which every user may read."""
         with _without_param():
             if file_id.startswith("ref_"):
                 shelf = self.library.references
@@ -86,7 +86,7 @@ class LibraryResolver:
 
 @contextmanager
 def _without_param() -> Iterator[None]:
-    """Removes the parameter the library names in an error; the prompt parser names the place in the request."""
+    """Remove the parameter the library names in an error; the prompt parser names the place in the request."""
     try:
         yield
     except MPICError as exc:

@@ -34,12 +34,12 @@ PREFETCHED = 2
 
 @cache
 def call_style(template: ChatTemplate, config: RetrievalConfig) -> CallStyle:
-    """Returns the form in which the served model calls a search. Raises UnsupportedParameter if it cannot."""
+    """Return the form in which the served model calls a search. Raise UnsupportedParameter if it cannot."""
     return find_style(template, config.call_opens, config.call_closes)
 
 
 def citation(hit: SearchHit) -> dict[str, Any]:
-    """Returns the citation of a reference that was used, for clients."""
+    """Return the citation of a reference that was used, for clients."""
     reference = hit.reference
     return {
         "reference_id": reference.id,
@@ -52,7 +52,7 @@ def citation(hit: SearchHit) -> dict[str, Any]:
 
 
 def token_call_style(template: ChatTemplate, config: RetrievalConfig) -> CallStyle | None:
-    """Returns the call style of a model with search tokens; None for any other model."""
+    """Return the call style of a model with search tokens; None for any other model."""
     with suppress(UnsupportedParameter):
         style = call_style(template, config)
         return None if style.tool else style
@@ -68,7 +68,7 @@ class Searcher:
     press: str = ""
 
     def find(self, query: Query) -> list[SearchHit]:
-        """Returns the best references. Raises the errors of the retriever."""
+        """Return the best references. Raise the errors of the retriever."""
         options = self.options
         try:
             return self.retriever.search(query, options.top_k, options.min_score, options.filter)
@@ -78,11 +78,11 @@ class Searcher:
             raise
 
     def chunk(self, hit: SearchHit) -> Chunk:
-        """Returns the chunk of a reference. Raises ReferenceNotFound if it was removed meanwhile."""
+        """Return the chunk of a reference. Raise ReferenceNotFound if it was removed meanwhile."""
         return self.retriever.library.references.chunk(hit.reference).pressed(self.press)
 
     def round(self, query: Query) -> tuple[list[SearchHit], RetrievalRound]:
-        """Searches before the answer; returns the references and the record of the search."""
+        """Search before the answer; return the references and the record of the search."""
         began = time.monotonic()
         hits = self.find(query)
         ms = (time.monotonic() - began) * 1e3
@@ -116,7 +116,7 @@ class AutoRetrieval(Retrieval):
 
 
 def query_of(messages: Sequence[Mapping[str, Any]], resolver: LibraryResolver, handles: Handles) -> Query:
-    """Returns the text and the images of the last user message as a query."""
+    """Return the text and the images of the last user message as a query."""
     last = [m for m in messages if m["role"] == "user"][-1:]
     parsed = parse_messages(last, resolver, handles=handles) if last else []
     items = [item for message in parsed for item in message.content]
@@ -126,7 +126,7 @@ def query_of(messages: Sequence[Mapping[str, Any]], resolver: LibraryResolver, h
 
 
 def insert_references(messages: Sequence[dict[str, Any]], hits: Sequence[SearchHit]) -> list[dict[str, Any]]:
-    """Returns the conversation with references as the first parts of the last user message."""
+    """Return the conversation with references as the first parts of the last user message."""
     at = max(i for i, m in enumerate(messages) if m["role"] == "user")
     content = messages[at]["content"]
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
@@ -142,7 +142,7 @@ def with_simulated_call(
     hits: Sequence[SearchHit],
     library: Any,
 ) -> Prompt:
-    """Returns a prompt whose answer begins with a search, which the model did not make, and its result.
+    """Return a prompt whose answer begins with a search, which the model did not make, and its result.
 
     That is where a model with search tokens expects references.
     """
@@ -165,7 +165,7 @@ def prompt_with_references(
     resolver: LibraryResolver,
     handles: Handles,
 ) -> tuple[Prompt, RetrievalRound]:
-    """Searches, and returns a prompt with the references that were found (mode ``always``)."""
+    """Search, and return a prompt with the references that were found (mode ``always``)."""
     hits, round = searcher.round(query)
     style = token_call_style(state.template, state.config.retrieval)
     if style is None:
@@ -186,7 +186,7 @@ def prompt_with_search(
     policy: Policy,
     handles: Handles,
 ) -> tuple[Prompt, AutoRetrieval]:
-    """Returns a prompt that offers the search, and the search itself (mode ``auto``).
+    """Return a prompt that offers the search, and the search itself (mode ``auto``).
 
     Raises:
         UnsupportedParameter: the model cannot call a search.
@@ -200,7 +200,7 @@ def prompt_with_search(
 
 
 def prefetch_likely(searcher: Searcher, query: Query, engine: Engine, policy: Policy) -> None:
-    """Starts loading the KV of references that match the user's message, because the model is likely to search for
+    """Start loading the KV of references that match the user's message, because the model is likely to search for
     those."""
     if not policy.uses_chunks or not (query.text.strip() or query.images):
         return

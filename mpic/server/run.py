@@ -44,9 +44,9 @@ log = logging.getLogger("mpic.server")
 
 
 def serve(config: Config, as_json: bool = False) -> None:
-    """Loads the model, opens the library, and listens until told to stop.
+    """Load the model, open the library, and listen until told to stop.
 
-    Prints one line once requests are answered; with ``as_json`` that line is a JSON object.
+    Print one line once requests are answered; with ``as_json`` that line is a JSON object.
 
     Raises:
         ConfigError, Unavailable: see ``preflight.check``.
@@ -69,7 +69,7 @@ def serve(config: Config, as_json: bool = False) -> None:
 
 
 def uvicorn_config(app: FastAPI, config: ServerConfig, connections: Connections) -> uvicorn.Config:
-    """Returns how uvicorn serves the application: with our protocol, without websockets, and with forwarded addresses
+    """Return how uvicorn serves the application: with our protocol, without websockets, and with forwarded addresses
     accepted from trusted proxies alone."""
     return uvicorn.Config(
         app,
@@ -87,7 +87,7 @@ def uvicorn_config(app: FastAPI, config: ServerConfig, connections: Connections)
 
 @memory.collector_paused()
 def build(config: Config, on_stage: Callable[[str], None] = lambda stage: None) -> FastAPI:
-    """Returns the application with a loaded engine. It is slow; its imports are here so that the CLI starts at once.
+    """Return the application with a loaded engine. It is slow; its imports are here so that the CLI starts at once.
 
     Args:
         on_stage: called with each stage that begins.
@@ -153,7 +153,7 @@ class _UvicornServer(uvicorn.Server):
         print(json.dumps({"url": self.url}) if self.as_json else self._welcome(), flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begins the shutdown at the first signal; a second signal ends the grace period of running answers."""
+        """Begin the shutdown at the first signal; a second signal ends the grace period of running answers."""
         self.shutdown_timer.signalled()
         if self.should_exit and self._loop is not None:
             self.force_exit = True
@@ -191,13 +191,13 @@ class _UvicornServer(uvicorn.Server):
 
 
 def _policy(state: State) -> str:
-    """Returns the default policy, and what ``auto`` means."""
+    """Return the default policy, and what ``auto`` means."""
     named = state.config.engine.policy
     return named if named != AUTO else f"{AUTO}: {state.auto.explanation}"
 
 
 def _who_may_call(state: State) -> str:
-    """Returns a description of who may call the server."""
+    """Return a description of who may call the server."""
     if not state.keys.exist():
         return "for this machine only: there are no API keys"
     if is_loopback(state.config.server.host):

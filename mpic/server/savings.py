@@ -65,13 +65,13 @@ class TimeFit(NamedTuple):
     xy: float = 0.0
 
     def add(self, tokens: float, ms: float) -> TimeFit:
-        """Returns the sums with one more answer."""
+        """Return the sums with one more answer."""
         new = (1.0, tokens, ms, tokens * tokens, tokens * ms)
         return TimeFit(*(MEMORY * old + value for old, value in zip(self, new, strict=True)))
 
     @property
     def slope(self) -> float | None:
-        """Returns the milliseconds of one more token; None if the answers do not determine it."""
+        """Return the milliseconds of one more token; None if the answers do not determine it."""
         if self.n < FEWEST:
             return None
         mean = self.x / self.n
@@ -102,7 +102,7 @@ class SavingsLedger:
         self._answers: list[tuple[str, float, float]] = []
 
     def answered(self, user: str, usage: GenerationUsage, answers: int = 1) -> None:
-        """Counts the answers to a prompt that have ended, unless they ended before the first token. The prompt counts
+        """Count the answers to a prompt that have ended, unless they ended before the first token. The prompt counts
         once for all of them."""
         if not usage.ttft_ms:
             return
@@ -120,7 +120,7 @@ class SavingsLedger:
                 self._answers.append((user, float(usage.computed), usage.link_ms))
 
     def flush(self) -> None:
-        """Writes the counts; after a failure they are kept for the next time. See ``translated`` for the errors."""
+        """Write the counts; after a failure they are kept for the next time. See ``translated`` for the errors."""
         with self._writing:
             with self._counting:
                 days, chunks, answers = self._days, self._chunks, self._answers
@@ -135,25 +135,25 @@ class SavingsLedger:
                 raise
 
     def days(self, user: str | None, since: str) -> list[tuple[str, int, int, int]]:
-        """Returns day, answers, prompt tokens and saved tokens of each day from ``since``, of one user or of all."""
+        """Return day, answers, prompt tokens and saved tokens of each day from ``since``, of one user or of all."""
         sql = """SELECT day, SUM(answers), SUM(prompt), SUM(saved) FROM days
                  WHERE (?1 IS NULL OR user = ?1) AND day >= ?2 GROUP BY day ORDER BY day"""
         return self._read(sql, user, since)
 
     def users(self, since: str) -> list[tuple[str, int, int, int]]:
-        """Returns user, answers, prompt tokens and saved tokens since a day, most saved first."""
+        """Return user, answers, prompt tokens and saved tokens since a day, most saved first."""
         sql = """SELECT user, SUM(answers), SUM(prompt), SUM(saved) FROM days WHERE day >= ?
                  GROUP BY user ORDER BY 4 DESC, user"""
         return self._read(sql, since)
 
     def uses(self, user: str | None) -> dict[str, ChunkReuse]:
-        """Returns the reuse of each chunk by its key, for one user or for all."""
+        """Return the reuse of each chunk by its key, for one user or for all."""
         sql = """SELECT key, SUM(uses), SUM(saved), MAX(last) FROM chunks WHERE (?1 IS NULL OR user = ?1)
                  GROUP BY key"""
         return {key: ChunkReuse(*values) for key, *values in self._read(sql, user)}
 
     def begun(self, user: str | None = None) -> float | None:
-        """Returns the Unix time since when answers are counted: of the first one of all, or of the day of the first one
+        """Return the Unix time since when answers are counted: of the first one of all, or of the day of the first one
         of a user that is still kept."""
         if user is None:
             sql, values = "SELECT at FROM begun LIMIT 1", ()
@@ -166,7 +166,7 @@ class SavingsLedger:
         return rows[0][0] if rows else None
 
     def ms_per_token(self, user: str | None = None) -> float | None:
-        """Returns the milliseconds that one more computed token takes in the answers of a user, or of all; None if that
+        """Return the milliseconds that one more computed token takes in the answers of a user, or of all; None if that
         is not known yet."""
         rows = self._read("SELECT n, x, y, xx, xy FROM fits WHERE model = ?", self._fit_of(user))
         return TimeFit(*rows[0]).slope if rows else None
@@ -210,7 +210,7 @@ class SavingsLedger:
             db.execute("INSERT OR REPLACE INTO fits VALUES (?, ?, ?, ?, ?, ?)", (name, *fit))
 
     def _fit_of(self, user: str | None) -> str:
-        """Returns the name of a fit: the model's for all users, as earlier versions had it, or of one user."""
+        """Return the name of a fit: the model's for all users, as earlier versions had it, or of one user."""
         return self._model if user is None else f"{self._model} {user}"
 
     def _take_back(
@@ -227,7 +227,7 @@ class SavingsLedger:
             self._answers = (answers + self._answers)[-1000:]
 
     def _read(self, sql: str, *values: object) -> list[tuple]:
-        """Returns the rows of a query, with everything counted so far."""
+        """Return the rows of a query, with everything counted so far."""
         self.flush()
         if not self.path.is_file():
             return []

@@ -35,7 +35,7 @@ class FormCosts:
         self._bytes = self._items = 0
 
     def text(self, form: Any, param: str) -> str:
-        """Returns a form as JSON. Raises GrammarTooComplex when the request's forms are too long."""
+        """Return a form as JSON. Raise GrammarTooComplex when the request's forms are too long."""
         written = json.dumps(form, ensure_ascii=False)
         self._bytes += len(written.encode())
         if self._bytes > MOST_BYTES:
@@ -46,13 +46,13 @@ class FormCosts:
         return written
 
     def regex(self, regex: str, param: str) -> None:
-        """Raises GrammarTooComplex for a regular expression that repeats too much."""
+        """Raise GrammarTooComplex for a regular expression that repeats too much."""
         times = math.prod(max(1, int(count)) for count in REPEATS.findall(regex))
         if len(regex) * times > MOST_REPEATED:
             raise GrammarTooComplex(f"{param}: a regular expression repeats too much", param=param)
 
     def schema(self, schema: dict[str, Any], param: str) -> None:
-        """Checks a schema.
+        """Check a schema.
 
         Raises:
             GrammarTooComplex: it is too large.
@@ -87,7 +87,7 @@ def _inner(node: Any) -> list[Any]:
 
 
 def _containers(schema: Any) -> Iterator[Any]:
-    """Yields every object and list of a schema, each before those within it."""
+    """Yield every object and list of a schema, each before those within it."""
     left = [schema]
     while left:
         node = left.pop()
@@ -104,7 +104,7 @@ def _names(node: Any) -> list[str]:
 
 
 def _heights(schema: Any) -> dict[int, int]:
-    """Returns how many levels each object and list has, by identity."""
+    """Return how many levels each object and list has, by identity."""
     heights: dict[int, int] = {}
     for node in reversed(list(_containers(schema))):
         heights[id(node)] = 1 + max((heights[id(inner)] for inner in _inner(node)), default=0)
@@ -112,7 +112,7 @@ def _heights(schema: Any) -> dict[int, int]:
 
 
 def _target(schema: Any, reference: str, param: str) -> Any:
-    """Returns what a reference names; None for nothing, which llguidance refuses."""
+    """Return what a reference names; None for nothing, which llguidance refuses."""
     if not (reference == "#" or reference.startswith("#/")):
         raise InvalidGrammar(
             f"{param}: a $ref names a place in the schema, as #/$defs/NAME does, not {reference!r}",

@@ -47,11 +47,11 @@ class ShutdownTimer:
         threading.Thread(target=self._watch, name="mpic-shutdown", daemon=True).start()
 
     def signalled(self) -> None:
-        """Starts the timer. It may be called in a signal handler, because it takes no lock."""
+        """Start the timer. It may be called in a signal handler, because it takes no lock."""
         self._send(b"s")
 
     def closed(self) -> None:
-        """Reports that everything has been closed in order, so that only threads can keep the process from ending."""
+        """Report that everything has been closed in order, so that only threads can keep the process from ending."""
         self._send(b"c")
 
     def _send(self, message: bytes) -> None:
@@ -81,7 +81,7 @@ class ShutdownTimer:
 
 
 def _say(text: bytes) -> None:
-    """Writes as much to stderr as its reader takes. A pipe that is ready takes ``PIPE_BUF`` bytes without blocking."""
+    """Write as much to stderr as its reader takes. A pipe that is ready takes ``PIPE_BUF`` bytes without blocking."""
     for start in range(0, len(text), select.PIPE_BUF):
         if not select.select([], [STDERR], [], LAST_SECONDS)[1]:
             return
@@ -89,7 +89,7 @@ def _say(text: bytes) -> None:
 
 
 def threads() -> list[str]:
-    """Returns a line about each running thread: its name and the innermost frames of its stack."""
+    """Return a line about each running thread: its name and the innermost frames of its stack."""
     stacks = sys._current_frames()
     own = threading.current_thread()
     return [

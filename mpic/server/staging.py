@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def with_staging(config: Config, limits: Limits) -> tuple[Config, Limits]:
-    """Settles the size of the ring that chunks are read through to a CUDA device, and takes its bytes from the budget
+    """Settle the size of the ring that chunks are read through to a CUDA device, and take its bytes from the budget
     of chunks in host memory. Without such a budget (0) the ring is all there is.
 
     Returns:

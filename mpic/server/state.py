@@ -58,7 +58,7 @@ class State:
 
 
 async def get_state(request: Request) -> State:
-    """Returns the state of the application. It is asynchronous because FastAPI runs other dependencies on a thread,
+    """Return the state of the application. It is asynchronous because FastAPI runs other dependencies on a thread,
     for which every request would wait."""
     return request.app.state.mpic
 

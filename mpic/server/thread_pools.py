@@ -46,7 +46,7 @@ class ThreadPool:
         self._seats: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def run(self, request: Request, work: Callable[..., T], *args: object) -> T:
-        """Returns the result of ``work(*args)``. If the client disconnects first, the work ends at its next
+        """Return the result of ``work(*args)``. If the client disconnects first, the work ends at its next
         ``checkpoint``.
 
         Args:
@@ -63,7 +63,7 @@ class ThreadPool:
             raise ClientDisconnected from None
 
     async def call(self, user: str, work: Callable[..., T], *args: object) -> T:
-        """Returns the result of ``work(*args)``, which runs to its end even if the client disconnects or the caller is
+        """Return the result of ``work(*args)``, which runs to its end even if the client disconnects or the caller is
         cancelled. A cancelled caller waits for that end, because the thread is busy until then."""
         seat = self._seats.setdefault(user, asyncio.Semaphore(self._per_user))
         async with seat, self._free:
@@ -109,7 +109,7 @@ class DiskProbe:
         self._running: asyncio.Future[None] | None = None
 
     async def run(self) -> None:
-        """Returns once the check has passed. Raises its error, or Unavailable when it takes too long."""
+        """Return once the check has passed. Raise its error, or Unavailable when it takes too long."""
         if self._running is None or self._running.done():
             self._running = asyncio.get_running_loop().run_in_executor(self._thread, self._check)
         done, _ = await asyncio.wait([running := self._running], timeout=self._patience)
@@ -124,7 +124,7 @@ def _for(user: str, work: Callable[..., T], args: tuple[object, ...]) -> T:
 
 
 async def _until_done(task: asyncio.Future[T]) -> T:
-    """Returns the result of a task, for whose end it waits however often its own task is cancelled meanwhile."""
+    """Return the result of a task, for whose end it waits however often its own task is cancelled meanwhile."""
     cancelled: asyncio.CancelledError | None = None
     with CancelScope(shield=True):  # anyio would repeat a cancellation in every turn of the loop
         while not task.done():

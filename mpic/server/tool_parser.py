@@ -21,7 +21,7 @@ class ParsedToolCall(NamedTuple):
     arguments: str
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the call as OpenAI shows it."""
+        """Return the call as OpenAI shows it."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
@@ -39,7 +39,7 @@ class ToolCallParser:
         self._inside = False
 
     def push(self, text: str) -> list[str | ParsedToolCall]:
-        """Reads the next piece and returns the words and calls that are certain now, in order."""
+        """Read the next piece and return the words and call that are certain now, in order."""
         self._held += text
         out: list[str | ParsedToolCall] = []
         while True:
@@ -57,7 +57,7 @@ class ToolCallParser:
         return out
 
     def finish(self) -> list[str | ParsedToolCall]:
-        """Returns the rest at the end of the answer, where the mark that closes a last call may be missing."""
+        """Return the rest at the end of the answer, where the mark that closes a last call may be missing."""
         out: list[str | ParsedToolCall] = []
         self._append(out, self._call(self._held, "") if self._inside else self._held)
         self._held, self._inside = "", False

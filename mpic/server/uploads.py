@@ -55,7 +55,7 @@ class UploadsUnderWay:
         self._bytes: Counter[str] = Counter()
 
     def room(self) -> int:
-        """Returns the bytes that one user's uploads may take now. Raises OSError if that cannot be told."""
+        """Return the bytes that one user's uploads may take now. Raise OSError if that cannot be told."""
         room = self.most
         for folder in self._folders:
             with suppress(FileNotFoundError):  # it was removed: whoever writes to it says so
@@ -63,11 +63,11 @@ class UploadsUnderWay:
         return room
 
     def bytes_of(self, user: str) -> int:
-        """Returns the bytes that a user's uploads take."""
+        """Return the bytes that a user's uploads take."""
         return self._bytes[user]
 
     def of(self, user: str) -> UploadBytes:
-        """Returns the bytes of a new upload of a user, none so far."""
+        """Return the bytes of a new upload of a user, none so far."""
         return UploadBytes(self, user)
 
     def _add(self, user: str, size: int) -> None:
@@ -89,7 +89,7 @@ class UploadBytes:
         self.bytes = 0
 
     async def add(self, size: int) -> None:
-        """Counts bytes that have arrived.
+        """Count bytes that have arrived.
 
         Raises:
             TooManyBytes: the user's uploads under way take as much as they may, and this is not the only one.
@@ -103,12 +103,12 @@ class UploadBytes:
         self.keep(size)
 
     def keep(self, size: int) -> None:
-        """Counts bytes for which there is room already."""
+        """Count bytes for which there is room already."""
         self._uploads._add(self._user, size)
         self.bytes += size
 
     def end(self) -> None:
-        """Counts none of them any longer. Safe to call twice."""
+        """Count none of them any longer. Safe to call twice."""
         self._uploads._add(self._user, -self.bytes)
         self.bytes = 0
 
@@ -169,7 +169,7 @@ class PartedUploads:
         self._uploads: dict[str, PartedUpload] = {}
 
     def create(self, user: str, asked: UploadCreate, arguments: dict[str, Any]) -> PartedUpload:
-        """Begins an upload.
+        """Begin an upload.
 
         Raises:
             TooManyUploads: the user has too many.
@@ -195,7 +195,7 @@ class PartedUploads:
         return upload
 
     def get(self, user: str, id: str) -> PartedUpload:
-        """Returns an upload of a user. Raises UploadNotFound."""
+        """Return an upload of a user. Raise UploadNotFound."""
         self.expire()
         found = self._uploads.get(id)
         if found is None or found.user != user:
@@ -203,7 +203,7 @@ class PartedUploads:
         return found
 
     async def add_part(self, upload: PartedUpload, arriving: Arriving) -> ReceivedPart:
-        """Keeps a part that has arrived.
+        """Keep a part that has arrived.
 
         Raises:
             UploadEnded: the upload takes no parts any more.
@@ -240,7 +240,7 @@ class PartedUploads:
         md5: str | None,
         store: Callable[[AsyncReader], Awaitable[FileObject]],
     ) -> None:
-        """Joins parts and stores the file. If that fails, the upload is as it was. Again, it changes nothing.
+        """Join parts and store the file. If that fails, the upload is as it was. Again, it changes nothing.
 
         Args:
             md5: of the whole file, in hexadecimal; None is not checked.
@@ -280,7 +280,7 @@ class PartedUploads:
             self._end(upload, "completed")
 
     async def cancel(self, upload: PartedUpload) -> None:
-        """Ends an upload and removes its parts. Again, it changes nothing.
+        """End an upload and remove its parts. Again, it changes nothing.
 
         Raises:
             UploadEnded: it is complete, or has expired.
@@ -291,7 +291,7 @@ class PartedUploads:
                 self._end(upload, "cancelled")
 
     def expire(self) -> None:
-        """Removes the parts of uploads for which none has come for long, and forgets those that ended long ago."""
+        """Remove the parts of uploads for which none has come for long, and forget those that ended long ago."""
         now = self._clock()
         for id, upload in list(self._uploads.items()):
             if upload.expires_at > now or upload.lock.locked():
@@ -302,7 +302,7 @@ class PartedUploads:
                 del self._uploads[id]
 
     def close(self) -> None:
-        """Removes the parts of all uploads."""
+        """Remove the parts of all uploads."""
         for upload in self._uploads.values():
             for part in upload.parts.values():
                 part.content.discard()
@@ -322,7 +322,7 @@ def _check_pending(upload: PartedUpload, locked: bool = False) -> None:
 
 
 def _check_whole(parts: Sequence[Incoming]) -> None:
-    """Raises UploadIncomplete if the temporary file of a part was removed or changed."""
+    """Raise UploadIncomplete if the temporary file of a part was removed or changed."""
     for at, part in enumerate(parts):
         try:
             whole = part.path.stat().st_size == part.bytes
@@ -334,7 +334,7 @@ def _check_whole(parts: Sequence[Incoming]) -> None:
 
 
 def _discard(files: Sequence[Incoming]) -> None:
-    """Removes temporary files on a thread; not awaited, so that no cancellation can prevent it."""
+    """Remove temporary files on a thread; not awaited, so that no cancellation can prevent it."""
     asyncio.get_running_loop().run_in_executor(None, lambda: [file.discard() for file in files])
 
 
@@ -346,7 +346,7 @@ class _Joined(io.BufferedIOBase):
         self._md5, self._wanted = hashlib.md5(usedforsecurity=False), md5
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Returns the next piece, whatever the size, and none at the end.
+        """Return the next piece, whatever the size, and none at the end.
 
         Raises:
             ChecksumMismatch: they were not the bytes that the client has sent.

@@ -40,7 +40,7 @@ def test_short_help_defaults_and_whole_sentences(mpic):
 
 
 def offered(words, **environment):
-    """Returns the completions of these words, as bash asks for them."""
+    """Return the completions of these words, as bash asks for them."""
     code = "import sys; sys.argv = ['mpic']; from mpic.cli import main; main()"
     settings = {
         "_MPIC_COMPLETE": "complete_bash",
@@ -362,7 +362,7 @@ LIBRARY = [
 
 
 def commands(group, *names):
-    """Yields the words of every command below a group, and its options."""
+    """Yield the words of every command below a group, and its options."""
     for name in group.list_commands(None):
         command = group.get_command(None, name)
         if hasattr(command, "load"):

@@ -18,7 +18,7 @@ from mpic.cli.repl import ReplSession, tab_matches
 
 @pytest.fixture
 def mpic(url, monkeypatch):
-    """Runs a command against the server and returns its standard output."""
+    """Run a command against the server and return its standard output."""
     monkeypatch.setattr(cli.out, "width", 200, raising=False)
 
     def run(*args, fails=False):
@@ -105,7 +105,7 @@ def test_models(mpic):
 
 
 def test_the_key_is_sent_and_a_refusal_is_one_line(url):
-    """Runs as a process, because the exit status and the streams are the interface."""
+    """Run as a process, because the exit status and the streams are the interface."""
     command = [sys.executable, "-m", "mpic.cli", "files", "show", "file-nobody", "--url", url]
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "MPIC_API_KEY": "mpic_x"}

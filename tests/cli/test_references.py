@@ -11,7 +11,7 @@ from mpic.cli import references
 
 @pytest.fixture
 def run(mpic, url):
-    """Runs ``mpic references ...`` on the server and gives the JSON it prints; the references go afterwards."""
+    """Run ``mpic references ...`` on the server and give the JSON it prints; the references go afterwards."""
 
     def call(*args, status=0):
         got, out, err = mpic("references", *args, "--url", url, "--json")

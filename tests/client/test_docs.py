@@ -19,12 +19,12 @@ PAGES = ("README.md", "docs/quickstart.md", "docs/api.md", "docs/sdk.md")
 
 
 def blocks(page):
-    """Returns (language, code) of the fenced blocks that are to be run."""
+    """Return (language, code) of the fenced blocks that are to be run."""
     return re.findall(r"^```(sh|python)\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
 def as_script(shown):
-    """Returns the blocks of a page as one shell script; consecutive programs run in one process."""
+    """Return the blocks of a page as one shell script; consecutive programs run in one process."""
     parts = []
     for language, run in groupby(shown, key=lambda block: block[0]):
         code = "\n".join(code for _, code in run)
@@ -34,7 +34,7 @@ def as_script(shown):
 
 @pytest.fixture
 def place(url, tiny_model):
-    """Replaces the server that a reader starts by the server of the tests, and removes the remaining files from it."""
+    """Replace the server that a reader starts by the server of the tests, and remove the remaining files from it."""
     swaps = {
         "http://127.0.0.1:8000": url,
         "MPIC()": f"MPIC({url!r})",

@@ -40,12 +40,12 @@ def build(monkeypatch):
 
 
 def assert_free(folder):
-    """Asserts that nothing holds the folder's library."""
+    """Assert that nothing holds the folder's library."""
     Library.open(folder, mpic.config.Config().library.limits()).close()
 
 
 async def cancelled(client, build):
-    """Sends a first request and cancels it while the model loads."""
+    """Send a first request and cancel it while the model loads."""
     first = asyncio.create_task(client.health())
     await asyncio.to_thread(build.began.wait, 60)
     first.cancel()

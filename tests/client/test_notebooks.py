@@ -34,7 +34,7 @@ class Elements(HTMLParser):
 
 
 def test_the_example_notebook_runs():
-    """Runs it like Jupyter, cell after cell, and displays the last expression of each cell."""
+    """Run it like Jupyter, cell after cell, and display the last expression of each cell."""
     cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
     assert len(cells) > 5 and all(cell["outputs"] == [] for cell in cells)
     code = ["import sys; space = {}"]

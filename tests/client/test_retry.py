@@ -47,7 +47,7 @@ class Script:
 
 @pytest.fixture(params=["sync", "async"])
 def ask(request, monkeypatch):
-    """Runs ``work(client)`` over a script; returns the result and the seconds slept. Servers of other tests may run in
+    """Run ``work(client)`` over a script; return the result and the seconds slept. Servers of other tests may run in
     this process, and sleep as usual."""
     slept = []
 

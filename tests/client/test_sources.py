@@ -27,7 +27,7 @@ def path(tmp_path):
 
 @pytest.fixture(params=["path", "text", "file URL", "missing"])
 def word(request, path):
-    """Returns ways to name a file, some of which would open it."""
+    """Return ways to name a file, some of which would open it."""
     words = {"path": path, "text": str(path), "file URL": f"file://{path}", "missing": f"{path}.gone"}
     return words[request.param]
 

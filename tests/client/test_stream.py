@@ -155,7 +155,7 @@ def test_a_stream_that_another_thread_reads_is_closed_and_its_reader_sees_the_en
 
 
 async def closed_under_its_reader(client):
-    """Closes a stream that another task reads; returns what that task sees at last."""
+    """Close a stream that another task reads; return what that task sees at last."""
     stream = await client.chat.completions.create("hi", stream=True)
     assert (await anext(stream)).text == "one"
     reader = asyncio.ensure_future(anext(stream, "the end"))

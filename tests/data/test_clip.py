@@ -22,7 +22,7 @@ BUNDLED = Path(mpic.data.__file__).parent / "models" / "clip"
 
 @pytest.fixture(scope="module")
 def embed():
-    """Embeds a list of images or of texts; vectors of length one."""
+    """Embed a list of images or of texts; vectors of length one."""
     name = f"local-dir:{BUNDLED}"
     model, _, preprocess = open_clip.create_model_and_transforms(name)
     tokenize = open_clip.get_tokenizer(name)

@@ -54,7 +54,7 @@ def families(url):
 
 @pytest.fixture(scope="module")
 def samples(families):
-    """Returns the labels of each sample by its name."""
+    """Return the labels of each sample by its name."""
     found = {"up": [{}]}
     for family in families:
         for sample in family.samples:
@@ -145,7 +145,7 @@ def test_no_service_has_more_rights_than_it_needs_or_a_known_password():
 
 
 def instructions():
-    """Returns (instruction, rest) of the Dockerfile; lines that end in a backslash are joined, comments are left
+    """Return (instruction, rest) of the Dockerfile; lines that end in a backslash are joined, comments are left
     out."""
     text = re.sub(r"^\s*#.*\n", "", (DEPLOY / "Dockerfile").read_text(), flags=re.MULTILINE)
     lines = re.sub(r"\s*\\\n\s*", " ", text).splitlines()
@@ -204,7 +204,7 @@ def test_its_commands_are_those_that_the_makefile_and_the_server_offer():
 
 
 def in_context(path):
-    """Returns whether .dockerignore leaves a file of the repository to the builder."""
+    """Return whether .dockerignore leaves a file of the repository to the builder."""
     kept = True
     for rule in (ROOT / ".dockerignore").read_text().split():
         pattern = rule.removeprefix("!")

@@ -46,7 +46,7 @@ def models():
 
 
 def _logits(loaded, attention, policy):
-    """Returns the logits of the first token behind two chunks and 300 tokens of text."""
+    """Return the logits of the first token behind two chunks and 300 tokens of text."""
     loaded.choose_attention(attention)
     ids, seen = Ids(SHAPE.vocabulary), []
     chunks = [text_chunk(ids.fresh(150)), text_chunk(ids.fresh(90))]

@@ -28,7 +28,7 @@ LONG = prompt_of(ids(6, SECTION - 10))
 
 
 def _answers(engine):
-    """Returns tokens and logits of answers over shared chunks and of one without, decoded together."""
+    """Return tokens and logits of answers over shared chunks and of one without, decoded together."""
     chunks = [text_chunk(ids(seed, n)) for seed, n in ((1, 40), (2, 25))]
     prompts = [prompt_of(ids(seed, 6), *chunks[: 1 + seed], ids(seed + 9, 5)) for seed in range(2)]
     asked = zip((*prompts, LONG), TOKENS, strict=True)
@@ -41,7 +41,7 @@ def _counted(engine, name="fused_steps"):
 
 
 def _both(make_engine, name, loaded):
-    """Returns the answers of the model's modules and of its program, and the engine of the latter."""
+    """Return the answers of the model's modules and of its program, and the engine of the latter."""
     program, loaded.program = loaded.program, None
     usual = make_engine(name, loaded, adapter=None)
     assert type(usual.executor) is TorchExecutor

@@ -18,7 +18,7 @@ TEXTS = ("the first document, of some length", "another one, which is longer tha
 
 
 def answer(library, policy):
-    """Asks about both documents with an engine that has nothing in memory."""
+    """Ask about both documents with an engine that has nothing in memory."""
     engine = NativeEngine(family("llama").loaded, library.store, adapter=adapter(), pages=128, page_size=8)
     try:
         chunks = [library.files.chunk("ann", library.files.by_handle("ann", name)) for name in ("A", "B")]

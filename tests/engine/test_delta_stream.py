@@ -94,7 +94,7 @@ def generated(engine) -> int:
 
 
 def asleep(engine) -> int:
-    """Waits until the engine's thread has nothing to do; returns how many tokens it has generated."""
+    """Wait until the engine's thread has nothing to do; return how many tokens it has generated."""
     until(lambda: not (engine._inbox or engine._has_work()))
     engine.check()  # behind the last step
     until(lambda: not engine._more_to_do)

@@ -21,7 +21,7 @@ class Words:
 
 
 def plainly(stops, words):
-    """Returns the text after each word, and whether a stop string is complete, by trying every length."""
+    """Return the text after each word, and whether a stop string is complete, by trying every length."""
     held, out = "", []
     for word in words:
         text = held + word

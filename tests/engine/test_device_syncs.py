@@ -78,7 +78,7 @@ class Device:
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=DEVICE)
 
     def moved(self, loaded):
-        """Returns a loaded model as if it had been loaded on the device."""
+        """Return a loaded model as if it had been loaded on the device."""
         # C libraries that need the CPU
         loaded = copy.deepcopy(
             loaded, {id(kernel): None for kernel in (*loaded.streams, *loaded.block_spans)}
@@ -110,7 +110,7 @@ def make(device, name="llama"):
 
 
 def row(pool, tokens, chunks=(), base=50):
-    """Returns a request with this number of own tokens over chunks."""
+    """Return a request with this number of own tokens over chunks."""
     axes = 1
     rows = Rows(ids(1, tokens), torch.arange(tokens)[None].repeat(axes, 1), extent=pool.alloc(tokens + 32))
     rows.spans = [Span(chunk, 2, chunk.tokens, base + i, 1) for i, chunk in enumerate(chunks)]
@@ -149,7 +149,7 @@ def test_a_step_in_pieces_waits_for_nothing(device):
 
 
 def in_pieces(work):
-    """Runs the work as it would be captured; its pieces are not played again, since there are no numbers."""
+    """Run the work as it would be captured; its pieces are not played again, since there are no numbers."""
     ends = []
     with watched():
         work(lambda: ends.append(1))

@@ -129,7 +129,7 @@ def test_a_preempted_answer_goes_on_in_its_form(make_engine):
     interrupted = []
 
     def interrupt():
-        """Preempts the request once, between two steps, in the middle of its answer."""
+        """Preempt the request once, between two steps, in the middle of its answer."""
         [request] = engine.scheduler.running or [None]
         if request is not None and request.generated >= 5:
             engine.scheduler.preempt(request)

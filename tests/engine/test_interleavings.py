@@ -41,7 +41,7 @@ policies = st.sampled_from(NAMES)
 
 @st.composite
 def requests(draw, name: str):
-    """Draws text and chunks at sentence and word level in any order, ending in text."""
+    """Draw text and chunks at sentence and word level in any order, ending in text."""
     pool = chunk_pool(name)
     parts = []
     for _ in range(draw(st.integers(0, 5))):
@@ -54,7 +54,7 @@ def requests(draw, name: str):
 
 
 def answers_equal_the_oracle(name, batch, patience=10.0, **options):
-    """Submits a batch of (prompt, policy) at once to a new engine."""
+    """Submit a batch of (prompt, policy) at once to a new engine."""
     with closing(NativeEngine(family(name).loaded, page_size=8, **options)) as engine:
         # reading a slot that was never written makes the answer nonsense
         engine.pool.arena.fill_(float("nan"))

@@ -100,7 +100,7 @@ def stored(make_engine):
 
 @pytest.fixture
 def asked(monkeypatch) -> queue.Queue:
-    """Records the layers that a step had to wait for, in order."""
+    """Record the layers that a step had to wait for, in order."""
     layers: queue.Queue = queue.Queue()
     wait = LoadProgress.wait
 
@@ -113,17 +113,17 @@ def asked(monkeypatch) -> queue.Queue:
 
 
 def beside(engine: NativeEngine, links: int = 1) -> None:
-    """Waits until this many links run beside their loads."""
+    """Wait until this many links run beside their loads."""
     until(lambda: engine.stats()["counters"].get("links_beside_loads", 0) == links)
 
 
 def from_tiers(engine: NativeEngine) -> dict[str, int]:
-    """Returns how many linked chunks came from where."""
+    """Return how many linked chunks came from where."""
     return {name: n for name, n in engine.stats()["counters"].items() if name.startswith("chunks_from_")}
 
 
 def all_ready(engine: NativeEngine) -> None:
-    """Waits until every chunk on the device is ready, which a load may report after the answer that followed it."""
+    """Wait until every chunk on the device is ready, which a load may report after the answer that followed it."""
     until(lambda: all(resident.ready for resident in list(engine.device.chunks.values())))
 
 

@@ -42,7 +42,7 @@ def small(monkeypatch):
 
 
 def in_pieces(capture, choice="auto"):
-    """Returns what makes an executor that captures pieces of steps, and no decoding ones."""
+    """Return what makes an executor that captures pieces of steps, and no decoding ones."""
 
     def made(model, pool, budget, most, _):
         with pytest.MonkeyPatch.context() as patch:

@@ -68,7 +68,7 @@ def kv_of(engine, chunk: Chunk, policy: str) -> torch.Tensor:
 
 
 def kept_of(engine, name: str, chunk: Chunk, policy: str) -> list[torch.Tensor]:
-    """Finds the tokens of a chunk that are left in each layer and head: those with the same keys and values."""
+    """Find the tokens of a chunk that are left in each layer and head: those with the same keys and values."""
     whole, left = kv_of(engine, replace(chunk, press=""), policy), kv_of(engine, chunk, policy)
     model, found = family(name).loaded, []
     for layer, kind in enumerate(model.kind_of):
@@ -109,7 +109,7 @@ def test_a_link_of_compressed_chunks_equals_the_oracle_with_the_removed_keys_mas
 
 
 def layers_of(token_ids: tuple[int, ...], observed: int) -> list[LayerKV]:
-    """Returns every layer of a chunk as a press sees it, from the stock model. A token's unrotated key is its key when
+    """Return every layer of a chunk as a press sees it, from the stock model. A token's unrotated key is its key when
     the chunk is compiled with that token at position 0."""
     loaded = family("llama").loaded
     oracle, inputs = Oracle(family("llama").stock, loaded.mrope), loaded.text_inputs(token_ids)

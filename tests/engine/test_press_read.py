@@ -40,7 +40,7 @@ def over(*chunks: Chunk):
 
 
 def answer(engine, prompt, policy: str):
-    """Returns tokens and log-distributions, and the tiers and reasons of the chunks."""
+    """Return tokens and log-distributions, and the tiers and reasons of the chunks."""
     answered = submit(engine, prompt, policy).result()
     uses = [(use.tier, use.reason, use.press) for use in answered.usage.chunks]
     return logits_of(SimpleNamespace(result=lambda: answered), TOKENS), uses
@@ -53,7 +53,7 @@ def form(store: MemoryStore, press: str, n: int):
 
 
 def close(got, expected):
-    """Compares float32 values of one computation in steps of another size, which some processors round otherwise."""
+    """Compare float32 values of one computation in steps of another size, which some processors round otherwise."""
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 

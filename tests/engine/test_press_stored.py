@@ -36,7 +36,7 @@ def model_of(name: str, dtype: str) -> LoadedModel:
 
 
 def compile_into(library: Library, model: LoadedModel, name: str, chunks, policies=WRAPPINGS) -> list[str]:
-    """Compiles the chunks in every wrapping; returns the paths of their files."""
+    """Compile the chunks in every wrapping; return the paths of their files."""
     engine = NativeEngine(model, library.store, adapter=adapter(name), pages=256, page_size=8, budget=512)
     try:
         paths = []

@@ -32,7 +32,7 @@ DOCUMENT = text_chunk(ids(1, 40))
 
 
 def prepared(engine) -> None:
-    """Waits until all running preparations have ended."""
+    """Wait until all running preparations have ended."""
     engine._preparation._ordinary.submit(lambda: None).result(60)
 
 

@@ -35,12 +35,12 @@ def peaked(rows: int, vocabulary: int) -> torch.Tensor:
 
 
 def flat(rows: int, vocabulary: int) -> torch.Tensor:
-    """Returns logits of which top-p keeps thousands of tokens."""
+    """Return logits of which top-p keeps thousands of tokens."""
     return torch.randn(rows, vocabulary) * 0.5
 
 
 def with_equals(rows: int, vocabulary: int) -> torch.Tensor:
-    """Returns logits as from a model in bf16, where many tokens are equally likely."""
+    """Return logits as from a model in bf16, where many tokens are equally likely."""
     return (torch.randn(rows, vocabulary) * 4).round() / 2
 
 

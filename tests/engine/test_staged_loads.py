@@ -122,7 +122,7 @@ def save(library, count=8):
 
 
 def damage(library, chunk, layer) -> None:
-    """Changes a bit of a layer in a chunk's file."""
+    """Change a bit of a layer in a chunk's file."""
     path = library.store.path(chunk.key)
     raw = bytearray(path.read_bytes())
     raw[raw.index(chunk.kv[layer].numpy().tobytes()) + LAYER // 2] ^= 1

@@ -20,7 +20,7 @@ from mpic.kv.pool import Pool
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Makes sizes small: few numbers of rows, tables that are soon cut anew, keys that are cut and merged."""
+    """Make sizes small: few numbers of rows, tables that are soon cut anew, keys that are cut and merged."""
     monkeypatch.setattr(static_decode, "bucket_sizes", lambda most: [4, 1])
     monkeypatch.setattr("mpic.kernels.triton.static._WIDER", 2)
     monkeypatch.setattr("mpic.model.triton_attention.TritonAttention.programs", 6)

@@ -18,7 +18,7 @@ def ask(engine, prompt, policy, tokens=2):
 
 
 def states(usage):
-    """Returns the state of every token, after checking that the spans tile the prompt."""
+    """Return the state of every token, after checking that the spans tile the prompt."""
     out = []
     for span in usage.trace:
         assert span.start == len(out) < span.end

@@ -13,7 +13,7 @@ from mpic.server.parallel_sampling import ParallelSampling
 
 
 def watch(engine) -> dict[str, list[int]]:
-    """Returns, by request, the step before which it came to the engine and those in which it was given a token. It
+    """Return, by request, the step before which it came to the engine and those in which it was given a token. It
     grows as the engine runs."""
     seen, arrive, take = {}, engine._arrive, engine.outputs.take
 
@@ -99,7 +99,7 @@ def test_whatever_one_user_does_anothers_first_token_is_at_most_two_steps_late(
 
 
 def flood_of(engine, flood):
-    """Starts a flood, of which the engine sees everything at once."""
+    """Start a flood, of which the engine sees everything at once."""
     go = pause(engine)
     flooded = flood(engine)
     go.set()

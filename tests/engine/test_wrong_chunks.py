@@ -43,7 +43,7 @@ NAN = float("nan")
 
 
 def inputs(**changes):
-    """Returns a change of inputs: each field becomes what a function of the old inputs returns."""
+    """Return a change of inputs: each field becomes what a function of the old inputs returns."""
     return lambda old, kv: (replace(old, **{name: change(old) for name, change in changes.items()}), kv)
 
 
@@ -112,7 +112,7 @@ def prompt(chunk):
 
 @pytest.fixture
 def start(make_engine, tmp_path):
-    """Returns an engine over a library in which the chunks are compiled, nothing of them resident, and the library."""
+    """Return an engine over a library in which the chunks are compiled, nothing of them resident, and the library."""
     libraries = []
 
     def make(name, chunks, policy="reuse", loaded=None, **options):
@@ -137,7 +137,7 @@ def contents(path) -> ChunkKV:
 
 
 def rewrite(library, key: KVKey, change) -> None:
-    """Replaces a chunk's file by one of the same key with other contents and their checksums."""
+    """Replace a chunk's file by one of the same key with other contents and their checksums."""
     old = contents(library.store.path(key))
     changed, kv = change(old.inputs, old.kv)
     write(library.store.path(key), ChunkKV(key, changed, kv.contiguous()))
@@ -157,7 +157,7 @@ def asked(engine, chunk, policy):
 
 
 def check(start, name, chunk, policy, change, fam=None, beside=lambda engine: None):
-    """Answers a prompt over a wrong file while another user's answer runs, and once more afterwards.
+    """Answer a prompt over a wrong file while another user's answer runs, and once more afterwards.
 
     Args:
         beside: called with an engine before it is asked.

@@ -264,7 +264,7 @@ def test_idle_processes_end(decoder, monkeypatch):
 
 
 def run(script, *args):
-    """Runs a script as a process and returns its output."""
+    """Run a script as a process and return its output."""
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, args)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     return subprocess.run(command, capture_output=True, text=True, env=environment)

@@ -22,7 +22,7 @@ BUDGET = 1 << 30
 
 
 def at_once(data, rules=RULES):
-    """Decodes in one piece, without regard to memory, as the reference for strips."""
+    """Decode in one piece, without regard to memory, as the reference for strips."""
     try:
         with Image.open(io.BytesIO(data), formats=pixels.FORMATS) as image:
             width, height = image.size
@@ -53,7 +53,7 @@ def at_once(data, rules=RULES):
 
 
 def outcome(decode, data, rules=RULES):
-    """Returns size and pixels of an image, or the code with which it is refused."""
+    """Return size and pixels of an image, or the code with which it is refused."""
     try:
         image = decode(data, rules)
     except MPICError as error:
@@ -64,7 +64,7 @@ def outcome(decode, data, rules=RULES):
 
 @pytest.fixture
 def few_rows(monkeypatch):
-    """Makes strips of a few rows, so that small pictures have many."""
+    """Make strips of a few rows, so that small pictures have many."""
     monkeypatch.setattr(pixels, "STRIP_PIXELS", 200)
 
 

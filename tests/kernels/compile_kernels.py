@@ -72,7 +72,7 @@ def compiled(fn, dtype, constants, arch, warps, stages=2) -> dict[str, object]:
 def attend(
     dtype, dim: int, arch: int, tile: str, group: int = 4, large=True, **features: bool
 ) -> dict[str, object]:
-    """Compiles for a kind of tile (block, shared, lone) as the engine launches it.
+    """Compile for a kind of tile (block, shared, lone) as the engine launches it.
 
     Args:
         large: the GPU is one with much shared memory.

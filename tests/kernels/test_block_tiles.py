@@ -95,7 +95,7 @@ def test_every_row_equals_one_softmax_over_all_it_sees_on_the_unit(step):
 @needs_compiler
 @needs_unit
 def test_the_unit_gives_what_is_emulated():
-    """Sums of the same products are in another order, so that a few weights are rounded to the other side."""
+    """Sum of the same products are in another order, so that a few weights are rounded to the other side."""
     step = rounded(long_step())
     ours, emulated = attended(False, *step), attended(True, *step)
     torch.testing.assert_close(ours, emulated, atol=2.0**-9, rtol=0)

@@ -28,7 +28,7 @@ def some(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def multiplied(emulated: bool, x: torch.Tensor, *products: Product) -> list[torch.Tensor]:
-    """Returns the kernel's results, for which there is exactly the memory that they need."""
+    """Return the kernel's results, for which there is exactly the memory that they need."""
     outs, guards = [], []
     for by in products:
         size = x.shape[:-1].numel() * len(by.weight)
@@ -117,7 +117,7 @@ def test_results_are_rounded_to_the_nearest_and_keep_infinity_and_nan(emulated):
 
 
 def at_the_end_of_a_page(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy behind whose last number there is a page that the process may not read."""
+    """Return a copy behind whose last number there is a page that the process may not read."""
     size = tensor.numel() * tensor.element_size()
     pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     memory = torch.frombuffer(mmap.mmap(-1, pages + mmap.PAGESIZE), dtype=torch.uint8)

@@ -21,7 +21,7 @@ def some(*shape, seed=0):
 
 
 def assert_exact(out, x, by):
-    """Fails if a number is wrong by more than the rounding of a sum in fp32 and one rounding to bf16."""
+    """Fail if a number is wrong by more than the rounding of a sum in fp32 and one rounding to bf16."""
     x, weight = x.double(), by.weight.double()
     wanted = x @ weight.T + (0 if by.bias is None else by.bias.double())
     terms = x.abs() @ weight.abs().T + 1
@@ -109,7 +109,7 @@ def test_what_it_cannot_read_is_refused():
 
 @pytest.fixture
 def processor(monkeypatch):
-    """Returns what makes a processor of another kind and gives the kernels that are chosen for it."""
+    """Return what makes a processor of another kind and gives the kernels that are chosen for it."""
 
     def chosen(*, pairs: str = "", has_unit: bool = False, withheld: str = ""):
         few = linear.LinearKernel(None, BF16, 16)

@@ -49,7 +49,7 @@ class Case:
         return Singles.of(self.calls, cpu.partial, self.rotary.rotations)
 
     def both(self, name: str, extras: Extras = PLAIN) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the implementation's result and the reference's for the same rows."""
+        """Return the implementation's result and the reference's for the same rows."""
         rows = self.rows(name)
         arguments = (self.calls, self.scale, self.rotary.rotation, LAYER, extras)
         expected = reference.attend(self.q.float(), *arguments)

@@ -103,7 +103,7 @@ def moved(q: torch.Tensor, calls: list[SpanCall], device: str, dtype: torch.dtyp
 
 
 def attended(name: str, step: tuple, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the implementation's result on the CPU, and the reference's."""
+    """Return the implementation's result on the CPU, and the reference's."""
     implementation, (q, calls, rotary) = IMPLEMENTATIONS[name], step
     scale = q.shape[-1] ** -0.5
     expected = reference.attend(q, calls, scale, rotary.rotation)

@@ -57,7 +57,7 @@ def steps(draw, dtype=torch.float32):
 
 
 def run(step: Described, rows: int, programs: int, layer: int) -> tuple[torch.Tensor, ...]:
-    """Returns the kernels' result in poisoned outputs, and the reference's."""
+    """Return the kernels' result in poisoned outputs, and the reference's."""
     world = step.world
     g = world.geometry
     rotation = rotary_of(g).rotation
@@ -183,7 +183,7 @@ def test_windows_and_capped_scores_equal_the_reference(softcap, cut):
 
 
 def test_every_variant_that_steps_launch_is_compiled_before(monkeypatch):
-    """Compares all constants on which the kernels are specialized, for the launches of some steps and of the warm-up.
+    """Compare all constants on which the kernels are specialized, for the launches of some steps and of the warm-up.
     The interpreter computes nothing; on a GPU the warm-up asks what was compiled."""
     launched: list[tuple] = []
     compiled = attention.attend

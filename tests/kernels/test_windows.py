@@ -23,7 +23,7 @@ def seen(window: Window, row: int, key: int) -> bool:
 
 
 def dense(q, kv, rows, window, extras):
-    """Computes one softmax over the prompt, as the reference."""
+    """Compute one softmax over the prompt, as the reference."""
     keys, values = (x.double().repeat_interleave(HEADS // KV_HEADS, 0) for x in kv)
     scores = q.double() @ keys.transpose(1, 2) * 0.25
     if extras.softcap is not None:
@@ -82,7 +82,7 @@ def test_links_through_windows_equal_a_mask_over_the_prompt(
 
 
 def _unseen(window: Window, keys: np.ndarray, row: int) -> int:
-    """Returns how many first keys no row from ``row`` on sees; reading one of them gives NaN."""
+    """Return how many first keys no row from ``row`` on sees; reading one of them gives NaN."""
     return sum(not any(seen(window, r, key) for r in (row, row + 1)) for key in keys.tolist())
 
 

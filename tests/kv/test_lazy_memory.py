@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not LazyMemory.exists_here(), reason="memory is 
 
 
 def kernel_provides() -> bool:
-    """Asks the kernel itself, so that code which fails to ask is not taken for a kernel that cannot."""
+    """Ask the kernel itself, so that code which fails to ask is not taken for a kernel that cannot."""
     memory = torch.frombuffer(mmap.mmap(-1, 1 << 21), dtype=torch.uint8)
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

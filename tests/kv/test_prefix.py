@@ -21,7 +21,7 @@ def make(pages: int = 64) -> tuple[Pool, PrefixCache]:
 
 
 def remember(pool: Pool, cache: PrefixCache, namespace, items, chunks=frozenset()) -> None:
-    """Inserts items whose own tokens' KV is the token itself, so that a hit can be read back."""
+    """Insert items whose own tokens' KV is the token itself, so that a hit can be read back."""
 
     def take(n: int):
         tokens = [item for item in items if own(item)][n:]

@@ -67,7 +67,7 @@ HEADLINES = {
 
 
 def writes_all_that_it_promises(name, folder, monkeypatch):
-    """Runs a bench, checks what it writes, and returns its result."""
+    """Run a bench, check what it writes, and return its result."""
     result, output = run_bench(monkeypatch, SETTINGS, folder, name, "--quick", "--device", "cpu")
     assert set(result) == {"bench", "machine", "settings", "rows", "headline"}
     assert result["bench"] == name and "torch" in result["machine"] and result["rows"]
@@ -88,7 +88,7 @@ def test_writes_machine_settings_rows_headline_and_a_plot(name, tmp_path, monkey
 
 @pytest.fixture
 def starts(tmp_path_factory, monkeypatch):
-    """Has one server stand for all that are started, because each takes ten seconds. Returns the options of ``mpic
+    """Has one server stand for all that are started, because each takes ten seconds. Return the options of ``mpic
     serve`` with which each was to be started."""
     real, asked, made = start.server_process, [], []
 

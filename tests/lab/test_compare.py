@@ -22,7 +22,7 @@ from mpic_lab.eval.tables import count_table, loss_table, needle_scores, summary
 
 
 def answers(policy, right, task="world-card", chunks=2, **more):
-    """Makes answers; ``right`` says for each question whether its answer is right."""
+    """Make answers; ``right`` says for each question whether its answer is right."""
     more = {"ttft_ms": 1, "flops": 1, "chunk_tokens": 9, **more}
     scores = [{"em": float(r)} for r in right]
     return [

@@ -18,7 +18,7 @@ WHOLE = GenerationUsage(completion_tokens=9, total_ms=1e6)
 
 
 def rate_of(other: GenerationUsage) -> float:
-    """Measures a batch of two, whose untimed request had this usage."""
+    """Measure a batch of two, whose untimed request had this usage."""
 
     def submit(request):
         usage = GenerationUsage(completion_tokens=6)

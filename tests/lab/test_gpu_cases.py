@@ -44,7 +44,7 @@ def tested():
 
 @pytest.fixture
 def measured(tmp_path, monkeypatch, tested):
-    """Runs a section with even smaller sizes; returns its rows. A model that is built again is not tested again."""
+    """Run a section with even smaller sizes; return its rows. A model that is built again is not tested again."""
 
     def once(loaded):
         key = loaded.info.name, loaded.attention_name

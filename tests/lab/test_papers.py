@@ -49,7 +49,7 @@ def longbench(name):
 
 
 def write(task, path):
-    """Writes a small file in the format of a task to the place where a configuration expects it."""
+    """Write a small file in the format of a task to the place where a configuration expects it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if task == "biographies":
         path.mkdir(parents=True)

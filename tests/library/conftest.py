@@ -11,7 +11,7 @@ def clock():
 
 @pytest.fixture
 def open_library(tmp_path, clock):
-    """Opens the library of this test; libraries that are still open at its end are checked and closed."""
+    """Open the library of this test; libraries that are still open at its end are checked and closed."""
     opened = []
 
     def open_one(check=True, filesystem=None, **limits):

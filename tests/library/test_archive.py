@@ -164,7 +164,7 @@ ENTRY |= {"kind": "text", "split": None, "press": "", "filename": "t.txt", "sha2
 
 
 def hostile(path, entry=ENTRY, change=lambda member: None, content=TEXT, more=(), **options):
-    """Writes an export whose original is a member that ``change`` has changed."""
+    """Write an export whose original is a member that ``change`` has changed."""
     with tarfile.open(path, "w", **options) as tar:
         lines = b"\n".join(json.dumps(line).encode() for line in ({"format": 1}, entry))
         for name, data in (("manifest.jsonl", lines), (f"originals/{SHA}", content)):
@@ -179,7 +179,7 @@ def hostile(path, entry=ENTRY, change=lambda member: None, content=TEXT, more=()
 
 
 def sparse(path, size):
-    """Writes an export of a few kilobytes whose original is a sparse file of ``size`` bytes, in the form of PAX."""
+    """Write an export of a few kilobytes whose original is a sparse file of ``size`` bytes, in the form of PAX."""
     headers = {"GNU.sparse.major": "0", "GNU.sparse.minor": "1", "GNU.sparse.name": f"originals/{SHA}"}
     headers |= {"GNU.sparse.size": str(size), "GNU.sparse.numblocks": "1", "GNU.sparse.map": f"{size - 9},9"}
     return hostile(
@@ -188,7 +188,7 @@ def sparse(path, size):
 
 
 def old_sparse(path, size):
-    """Does the same in GNU tar's own form."""
+    """Do the same in GNU tar's own form."""
     hostile(path, format=tarfile.GNU_FORMAT)
     raw = bytearray(path.read_bytes())
     at = raw.index(b"originals/")

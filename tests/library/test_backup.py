@@ -205,7 +205,7 @@ def count(root):
 
 
 def leave_half_written(root):
-    """Makes the ledger what a server leaves that is killed while it writes: a part of the change is in the file, and
+    """Make the ledger what a server leaves that is killed while it writes: a part of the change is in the file, and
     its journal says how to take that back."""
     path = root / "savings.sqlite"
     journal = root / "savings.sqlite-journal"
@@ -224,7 +224,7 @@ def damage(root):
 
 
 def damage_one_page(root):
-    """Spoils a page that nobody reads who only opens the ledger."""
+    """Spoil a page that nobody reads who only opens the ledger."""
     path = root / "savings.sqlite"
     with closing(sqlite3.connect(path)) as db, db:
         db.executemany("INSERT INTO days VALUES (?, 'x', 0, 0, 0)", [(f"{i:0200}",) for i in range(1_000)])

@@ -142,7 +142,7 @@ class Whole:
         self.raw = self.path.read_bytes()
 
     def read(self, data):
-        """Returns the inputs and the KV in a file of other bytes."""
+        """Return the inputs and the KV in a file of other bytes."""
         self.path.write_bytes(data)
         stored = ChunkFile(self.path, self.chunk.key)
         return stored.inputs, read(stored, self.chunk.kv)

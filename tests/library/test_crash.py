@@ -35,7 +35,7 @@ def assert_allowed(life, library, changes, where, but=()):
 
 
 def examine(life, root, image, changes, where):
-    """Opens the result of a crash."""
+    """Open the result of a crash."""
     write_image(image, root)
     with Library.open(root, LIMITS, filesystem=Unsynced(), clock=Clock()) as library:
         library.check()
@@ -67,7 +67,7 @@ def examined():
 
 
 def examine_all(life, folder, mode, soak, look, examined, without=()):
-    """Examines every possible result of a crash after each change, once."""
+    """Examine every possible result of a crash after each change, once."""
     seen, crashes = examined[look], 0
     for seed in range(max(1, soak // 5) if mode in ("torn", "reordered") else 1):
         for changes, whole in enumerate(life.journal.images(mode, seed)):

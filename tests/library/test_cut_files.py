@@ -29,7 +29,7 @@ def cutting(library):
 
 
 def keep(library, owner, text):
-    """Stores the compiled chunk of a text."""
+    """Store the compiled chunk of a text."""
     library.store.save(make_chunk(KVKey(owner, ChunkKey.of_text(text), "a1" * 32, Recipe("float32"))))
 
 

@@ -78,7 +78,7 @@ def test_reading_and_writing_raise_the_same_errors(library, code, monkeypatch):
 
 @pytest.fixture
 def locked(library):
-    """Locks the catalogue, for SQLite as if by another process, until the test ends."""
+    """Lock the catalogue, for SQLite as if by another process, until the test ends."""
     library.files.add("ann", b"before", "b.txt")
     with closing(sqlite3.connect(library.root / "catalog.sqlite", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")

@@ -106,7 +106,7 @@ def test_a_forgotten_deletion_refuses_only_saves_that_were_looked_up_too_long_ag
 
 
 def damaged(library, chunk):
-    """Saves a chunk, opens it and then damages a byte of its KV; returns the open chunk."""
+    """Save a chunk, open it and then damage a byte of its KV; return the open chunk."""
     library.store.save(chunk)
     stored = library.store.open(chunk.key)
     flip(library.store.path(chunk.key), 4096)

@@ -21,7 +21,7 @@ KILLS = 5
 
 
 def content_of(number):
-    """Returns the content and the name of upload number n; every fourth is an image."""
+    """Return the content and the name of upload number n; every fourth is an image."""
     if number % 4 == 0:
         return f"{number}.png", png(f"rgb({number * 37 % 256}, {number * 11 % 256}, {number % 256})")
     return f"{number}.txt", f"Text number {number}. ".encode() * (5 + number % 17)
@@ -85,7 +85,7 @@ def in_process(data, model):
 
 @pytest.fixture
 def start():
-    """Starts servers, and ends them even if a test fails."""
+    """Start servers, and end them even if a test fails."""
     servers = []
 
     def one(data, model):

@@ -31,7 +31,7 @@ def fill(root):
 
 
 def child(root, kill):
-    """Opens a library, prints time and memory, and ends: cleanly, or like a killed process after some uploads."""
+    """Open a library, print time and memory, and end: cleanly, or like a killed process after some uploads."""
     process = psutil.Process()
     before, began = process.memory_info().rss, time.process_time()
     library = Library.open(root)

@@ -39,7 +39,7 @@ OTHER = make_chunk(text_key("text 0", model="b2" * 32), n=40)
 
 
 def compressed(chunk: ChunkKV) -> ChunkKV:
-    """Keeps the first and the last tokens."""
+    """Keep the first and the last tokens."""
     recipe = replace(chunk.key.recipe, press=PRESS.name)
     kv = torch.cat([chunk.kv[:, :, :, :2], chunk.kv[:, :, :, 22:]], 3)
     return ChunkKV(replace(chunk.key, recipe=recipe), chunk.inputs, kv.contiguous())
@@ -54,7 +54,7 @@ def outcomes(done):
 
 
 def holds(library, chunk):
-    """Returns whether a chunk is stored as it is."""
+    """Return whether a chunk is stored as it is."""
     found = library.store.open(chunk.key)
     return found is not None and torch.equal(read(found, chunk.kv), chunk.kv)
 

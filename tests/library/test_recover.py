@@ -44,7 +44,7 @@ FOUND_OUT = {"tokens", "state", "error", "path"}
 
 
 def facts(library):
-    """Returns everything that users see of a library."""
+    """Return everything that users see of a library."""
     seen = lambda thing: {name: value for name, value in vars(thing).items() if name not in FOUND_OUT}
     return {
         "files": [seen(file) for user in ("ann", "bob") for file in library.files.page(user).files],

@@ -258,7 +258,7 @@ async def test_a_replacement_keeps_the_words_of_one_that_came_while_it_was_recei
 
 @pytest.fixture
 def meanwhile(open_library):
-    """Makes a library with a reference, and runs something while the reference is replaced."""
+    """Make a library with a reference, and run something while the reference is replaced."""
 
     async def make(change):
         files = Meeting(parties=1, before=lambda: change(library.references))

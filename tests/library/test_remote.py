@@ -395,7 +395,7 @@ def test_what_the_store_has_is_not_uploaded_again(opened, client):
 
 
 def uploaded(library, chunk_text="some text", owner="ann"):
-    """Adds a text and stores two forms of its chunk; returns the file and its chunks."""
+    """Add a text and store two forms of its chunk; return the file and its chunks."""
     file = library.files.add(owner, chunk_text.encode(), "t")
     forms = [make_chunk(text_key(chunk_text, owner, **more)) for more in ({}, {"sink": 4})]
     for chunk in forms:

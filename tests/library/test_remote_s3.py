@@ -21,7 +21,7 @@ def s3():
 
 @pytest.fixture
 def reached(monkeypatch):
-    """Gives the environment of a process that reaches an S3 server."""
+    """Give the environment of a process that reaches an S3 server."""
 
     def reach(running):
         for name, value in running.options().items():

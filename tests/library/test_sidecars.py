@@ -26,7 +26,7 @@ def sidecars(library):
 
 
 def agree(library):
-    """Checks that exactly the expected sidecars exist, and agree with the catalogue."""
+    """Check that exactly the expected sidecars exist, and agree with the catalogue."""
     expected = dict(library.sidecars.expected(library.catalog.read))
     assert {str(path.relative_to(library.root)) for path in expected} == sidecars(library)
     for path, sidecar in expected.items():
@@ -298,7 +298,7 @@ def test_writing_missing_sidecars_continues_after_a_crash(tmp_path):
 
 
 def sealed(kind, record):
-    """Returns the bytes of a sidecar with a right hash, whatever its record is."""
+    """Return the bytes of a sidecar with a right hash, whatever its record is."""
     return Sidecar(kind, record).encode()
 
 
@@ -337,7 +337,7 @@ def stored(tmp_path_factory):
 
 
 def without_rows(stored, tmp_path):
-    """Copies the library, without the rows that its sidecars describe."""
+    """Copy the library, without the rows that its sidecars describe."""
     shutil.copytree(stored[0], tmp_path / "library")
     with closing(sqlite3.connect(tmp_path / "library" / "catalog.sqlite")) as db:
         for table in ("cache_chunks", "caches", "files", "refs", "users"):

@@ -192,7 +192,7 @@ def test_a_start_with_an_older_catalogue_reports_quotas_that_it_lacks(root, cloc
 
 
 def forget(root, where):
-    """Deletes rows of files from the catalogue."""
+    """Delete rows of files from the catalogue."""
     with sqlite3.connect(root / "catalog.sqlite") as db:
         db.execute(f"DELETE FROM files WHERE {where}")
 

@@ -136,7 +136,7 @@ def test_what_is_damaged_beside_a_server_is_a_problem(library, beside, kind):
 
 
 def leave(root, name, seconds=0):
-    """Leaves a file of three bytes that was written some seconds ago."""
+    """Leave a file of three bytes that was written some seconds ago."""
     path = root / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"123")

@@ -46,7 +46,7 @@ def fresh(family: str) -> LoadedModel:
 
 
 def ids_in_a_prompt(loaded: LoadedModel, image) -> list[int]:
-    """Returns the ids of a prompt of one image by the stock processor, from the image's first to its last."""
+    """Return the ids of a prompt of one image by the stock processor, from the image's first to its last."""
     processor = loaded.processor
     ids = processor(text=[processor.image_token], images=[image], return_tensors="pt")["input_ids"][0]
     places = (ids == loaded.image_token_id).nonzero()

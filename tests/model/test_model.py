@@ -263,7 +263,7 @@ def test_kernels_that_cannot_be_compiled_are_a_refusal_with_the_reason(monkeypat
 
 
 def deep_model(gain: float) -> LoadedModel:
-    """Returns a random bf16 model of so many layers, with weights so large, that rounding alone moves its logits by 6
+    """Return a random bf16 model of so many layers, with weights so large, that rounding alone moves its logits by 6
     to 10 % of the largest: as much as in 32 random layers of LLaVA-1.6-7B's width on an H100."""
     placement = BenchDevice(torch.device("cpu"), torch.bfloat16)
     decoder = DecoderShape(24, 128, 2, 256, 2, 1000, 512)

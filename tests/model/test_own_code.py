@@ -54,7 +54,7 @@ def folder(tmp_path):
 
 @pytest.fixture(autouse=True)
 def modules(tmp_path, monkeypatch):
-    """Redirects the folder to which transformers copies such code before it imports it."""
+    """Redirect the folder to which transformers copies such code before it imports it."""
     import transformers.dynamic_module_utils as dynamic
 
     monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))

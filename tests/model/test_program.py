@@ -40,7 +40,7 @@ def llama():
 
 
 def _case(loaded, rows, lengths=(3, 600, 40), bases=(0, 500, 77)):
-    """Returns a step of single rows with own tokens of mixed lengths, two chunks that rows see at their own bases, one
+    """Return a step of single rows with own tokens of mixed lengths, two chunks that rows see at their own bases, one
     of them twice, then its inputs and its memory. The same contents each time."""
     pool = Pool(loaded.shape, 1200 + 650 * rows, 1, loaded.dtype)
     pool.arena.normal_(generator=torch.Generator().manual_seed(1))
@@ -65,7 +65,7 @@ def _case(loaded, rows, lengths=(3, 600, 40), bases=(0, 500, 77)):
 
 
 def _in_one_call(program):
-    """Returns the way of a step from its tokens to its logits."""
+    """Return the way of a step from its tokens to its logits."""
     decoder = program.whole_decoder()
 
     def run(inputs, positions, step, wanted):
@@ -77,7 +77,7 @@ def _in_one_call(program):
 
 
 def _both(loaded, rows, wanted=None, way=None):
-    """Returns logits and memory after a step through the modules, and after the same step in one call (or another
+    """Return logits and memory after a step through the modules, and after the same step in one call (or another
     way)."""
     wanted = torch.arange(rows) if wanted is None else wanted
     results = []

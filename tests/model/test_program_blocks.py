@@ -41,7 +41,7 @@ class Barrier:
 
 
 def case(loaded, blocks=BLOCKS, alone=2):
-    """Returns a step of blocks and of rows that stand alone, which see two chunks at bases of their own, its inputs and
+    """Return a step of blocks and of rows that stand alone, which see two chunks at bases of their own, its inputs and
     its memory. The same contents each time."""
     own = sum(rows + before for rows, before in blocks)
     pool = Pool(loaded.shape, own + 40 * alone + 150, 1, loaded.dtype)
@@ -75,7 +75,7 @@ def case(loaded, blocks=BLOCKS, alone=2):
 
 
 def both(loaded, change=lambda step: step, wanted=None, barriers=(None, None), **given):
-    """Returns logits, memory and step of the modules, and those of the program."""
+    """Return logits, memory and step of the modules, and those of the program."""
     results = []
     for run, barrier in zip((loaded.forward, loaded.program.run), barriers, strict=True):
         step, inputs, positions, arena = case(loaded, **given)

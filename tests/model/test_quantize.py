@@ -25,7 +25,7 @@ def linear(inputs: int = 96, outputs: int = 48, dtype: torch.dtype = torch.float
 
 
 def rounded(weight: torch.Tensor, method: str) -> torch.Tensor:
-    """Returns the rounded weights, computed in plain arithmetic."""
+    """Return the rounded weights, computed in plain arithmetic."""
     if method == "int8":
         scale = weight.abs().amax(1, keepdim=True) / 127
         return (weight / scale).round() * scale

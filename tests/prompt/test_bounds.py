@@ -17,7 +17,7 @@ from mpic.prompt.guarded_tokenizer import GuardedTokenizer
 
 
 def changed(**parts):
-    """Returns the demo's tokenizer with one part replaced."""
+    """Return the demo's tokenizer with one part replaced."""
     tokenizer = Tokenizer.from_str(demo().backend_tokenizer.to_str())
     for name, part in parts.items():
         setattr(tokenizer, name, part)

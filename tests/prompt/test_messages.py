@@ -35,7 +35,7 @@ def resolver() -> DictResolver:
 
 
 def content(value, role="user", found=None):
-    """Returns the content of a single message, with texts as strings and chunks as ``@name``."""
+    """Return the content of a single message, with texts as strings and chunks as ``@name``."""
     (message,) = parse_messages([{"role": role, "content": value}], found or resolver())
     return [
         item.text if isinstance(item, Text) else f"@{item.name or item.chunk.label}"

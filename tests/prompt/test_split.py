@@ -32,7 +32,7 @@ def template(name):
 
 
 def spans_of_words(text):
-    """Returns spans with one token per word, including white space before it."""
+    """Return spans with one token per word, including white space before it."""
     out, at = [], 0
     for word in text.split():
         start = text.index(word, at)
@@ -112,7 +112,7 @@ def test_what_cannot_be(values, param):
 
 
 def plainly(text, split, spans):
-    """Returns the pieces when the whole text, and every candidate to its end, is tokenized."""
+    """Return the pieces when the whole text, and every candidate to its end, is tokenized."""
     if split.mode == "none" or not text.strip():
         return [SplitPiece(0, len(text))]
     if split.mode == "fixed":

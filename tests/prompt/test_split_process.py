@@ -22,7 +22,7 @@ def documents():
 
 @pytest.fixture
 def started(monkeypatch):
-    """Records every process that is started, and treats no text as short."""
+    """Record every process that is started, and treat no text as short."""
     monkeypatch.setattr(split_process, "SHORT", 0)
     processes, popen = [], subprocess.Popen
 

@@ -38,7 +38,7 @@ def at_once(monkeypatch):
 
 
 def failing(times, error, work):
-    """Returns a function that raises for the first calls."""
+    """Return a function that raises for the first calls."""
     left = [error] * times
 
     def attempt(*arguments):

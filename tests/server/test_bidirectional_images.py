@@ -20,7 +20,7 @@ BETWEEN = "<|im_start|>user\n{}(RED) and {}(BLUE) differ in<|im_end|>\n<|im_star
 
 
 def _gemma3() -> tuple[str, Any, str]:
-    """Returns a family, its processor, and the text of one image in a prompt."""
+    """Return a family, its processor, and the text of one image in a prompt."""
     image = "\n\n<start_of_image>" + 16 * "<image_soft_token>" + "<end_of_image>\n\n"
     return "gemma3_images", gemma3_processor(), image
 
@@ -32,7 +32,7 @@ def _paligemma() -> tuple[str, Any, str]:
 
 
 def save(folder: Path, name: str, processor: Any) -> Path:
-    """Writes a family's model, with a vocabulary as large as the processor's, as ``from_pretrained`` wants it."""
+    """Write a family's model, with a vocabulary as large as the processor's, as ``from_pretrained`` wants it."""
     [image] = set(processor.image_token_ids)
     ids = {"bos_token_id": None, "eos_token_id": processor.tokenizer.eos_token_id, "pad_token_id": None}
     sizes = {"vocab_size": len(processor.tokenizer), **ids}
@@ -44,7 +44,7 @@ def save(folder: Path, name: str, processor: Any) -> Path:
 
 @torch.no_grad()
 def stock_answer(model: Path, text: str, images: list[bytes], is_prefix: bool, tokens: int = 4) -> str:
-    """Returns transformers' answer to a prompt in which every image has all of its tokens."""
+    """Return transformers' answer to a prompt in which every image has all of its tokens."""
     processor = tf.AutoProcessor.from_pretrained(model)
     stock = tf.AutoModelForImageTextToText.from_pretrained(model, attn_implementation="eager")
     pictures = [Image.open(io.BytesIO(data)).convert("RGB") for data in images]
@@ -64,7 +64,7 @@ def stock_answer(model: Path, text: str, images: list[bytes], is_prefix: bool, t
 
 
 async def answers_of(folder: Path, model: Path, images: dict[str, bytes]) -> dict[str, tuple[str, int, int]]:
-    """Returns the server's answer under each policy, with the tokens that were reused and recomputed."""
+    """Return the server's answer under each policy, with the tokens that were reused and recomputed."""
     found = {}
     async with real_server(folder / "data", model, pool_bytes=1 << 22) as server:
         for handle, data in images.items():

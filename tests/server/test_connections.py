@@ -49,7 +49,7 @@ def registry(most=4, **config):
 
 
 def admitted(front, *clients):
-    """Admits all of them; returns those that are open afterwards."""
+    """Admit all of them; return those that are open afterwards."""
     for client in clients:
         assert front.admit(client) is None
     return [client for client in clients if not client.closed]

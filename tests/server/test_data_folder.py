@@ -123,7 +123,7 @@ async def test_the_sdk_repeats_an_upload_after_the_catalogue_was_locked(server, 
 
 @pytest.fixture
 def mpic_library(mpic):
-    """Runs a command of ``mpic library`` in this process; returns (exit status, output)."""
+    """Run a command of ``mpic library`` in this process; return (exit status, output)."""
 
     def run(*words):
         status, out, err = mpic("library", *words, "--json")

@@ -35,7 +35,7 @@ class StandStill(FileSystem):
         setattr(self, call, wait)
 
     async def answered_meanwhile(self, http, request):
-        """Returns the response of ``request``, during which the disk blocks and another request is answered."""
+        """Return the response of ``request``, during which the disk blocks and another request is answered."""
         self.armed = True
         task = asyncio.ensure_future(request)
         while not self.reached.is_set():
@@ -51,7 +51,7 @@ class StandStill(FileSystem):
 
 @pytest.fixture
 def stalling(tmp_path, template):
-    """Makes a server whose disk blocks at a call, and that disk."""
+    """Make a server whose disk blocks at a call, and that disk."""
 
     @contextlib.asynccontextmanager
     async def make(call: str):

@@ -364,7 +364,7 @@ class Counted(FileSystem):
 
 
 def grow(library, numbers):
-    """Gives the user "local" many more files and caches of two chunks, of the same contents as those that are there."""
+    """Give the user "local" many more files and caches of two chunks, of the same contents as those that are there."""
     file = (
         "INSERT INTO files (id, owner, filename, path, bytes, sha256, digest, created_at, state, kind) SELECT"
     )

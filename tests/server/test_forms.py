@@ -162,7 +162,7 @@ async def test_a_malformed_extended_name_is_no_name(server, odd):
 
 
 def unfinished(server, size, ended, path="/v1/files", name="file"):
-    """Begins an upload whose body stops after ``size`` bytes of the file until ``ended`` is set."""
+    """Begin an upload whose body stops after ``size`` bytes of the file until ``ended`` is set."""
 
     async def body():
         yield PART + b'"%s"; filename="a.txt"\r\n\r\n' % name.encode() + b"a" * size

@@ -17,7 +17,7 @@ STEPS, WINDOW, FRAME = 80, 6, 16
 
 @pytest.fixture(scope="module")
 def steps(url):
-    """Returns the server's counts for each step. All frames together do not fit its pool."""
+    """Return the server's counts for each step. All frames together do not fit its pool."""
     assert STEPS > POOL_PAGES
     watch = runpy.run_path(str(EXAMPLE))["watch"]
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:

@@ -124,7 +124,7 @@ async def limited(tmp_path, template):
 
 
 def left(server):
-    """Returns the files of the library other than its databases, and its rows."""
+    """Return the files of the library other than its databases, and its rows."""
     files = [
         p for p in server.library.root.rglob("*") if p.is_file() and p.suffix in ("", ".tmp", ".safetensors")
     ]
@@ -133,7 +133,7 @@ def left(server):
 
 
 async def left_nothing(server):
-    """Waits until nothing is left, because uploads are discarded on a thread."""
+    """Wait until nothing is left, because uploads are discarded on a thread."""
     await wait_until(lambda: left(server) == ([], []))
 
 
@@ -255,7 +255,7 @@ async def test_an_upload_cut_off_in_the_middle_leaves_nothing(limited):
 
 
 def open_descriptors():
-    """Returns how many descriptors are open, but for the catalogue's, which SQLite keeps for as long as it is read."""
+    """Return how many descriptors are open, but for the catalogue's, which SQLite keeps for as long as it is read."""
     return sum(".sqlite" not in file for file in map(target_of, os.listdir("/proc/self/fd")))
 
 

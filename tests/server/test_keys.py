@@ -166,7 +166,7 @@ def test_a_file_from_before_logins_were_kept_still_has_its_keys(tmp_path):
 
 
 def stored(folder, *users):
-    """Makes a key store in a folder; returns its path and the keys of these users."""
+    """Make a key store in a folder; return its path and the keys of these users."""
     with closing(KeyStore(folder)) as store:
         return store.path, [store.create(user)[0] for user in users]
 

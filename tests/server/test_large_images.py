@@ -32,13 +32,13 @@ def inline(data):
 
 @pytest.fixture
 def no_room(monkeypatch):
-    """Makes every request for memory fail."""
+    """Make every request for memory fail."""
     monkeypatch.setattr(memory, "room", lambda: memory.FLOOR)
 
 
 @pytest.fixture
 async def all_places_taken():
-    """Takes every place for decoding large images until the test releases them."""
+    """Take every place for decoding large images until the test releases them."""
     away, held = decoder().in_workers, ExitStack()
     for _ in range(away.most):
         held.enter_context(away.taken(0, 1))

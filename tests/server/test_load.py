@@ -51,7 +51,7 @@ def stream_of(text, policy, max_tokens):
 
 
 async def one(http, rng, handles, counts):
-    """Runs one conversation: a question about one or two uploads, and a follow-up; it may be cut short."""
+    """Run one conversation: a question about one or two uploads, and a follow-up; it may be cut short."""
     named = " and ".join(f"IMAGE#{h}" for h in rng.sample(handles, rng.choice((1, 2))))
     question = f"{named} What is the colour of the ring? {rng.random():.4f}"
     body = stream_of(question, rng.choice(POLICIES), rng.randint(4, 24))
@@ -95,7 +95,7 @@ def held(process):
 
 
 def others(process):
-    """Returns how many descriptors the process has besides those of its databases."""
+    """Return how many descriptors the process has besides those of its databases."""
     return process.num_fds() - sum(".sqlite" in file.path for file in process.open_files())
 
 

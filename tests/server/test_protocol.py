@@ -59,7 +59,7 @@ def patient(tmp_path_factory, template):
 
 @pytest.fixture
 def crowd(patient):
-    """Opens connections to the patient server, and closes them after the test."""
+    """Open connections to the patient server, and close them after the test."""
     made = []
 
     def connect(*sources):
@@ -120,7 +120,7 @@ SLOW = {
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory, template):
-    """Returns the refusal that each slow client got before the server closed its connection, and how often each reason
+    """Return the refusal that each slow client got before the server closed its connection, and how often each reason
     was counted. All of them send at the same time."""
     limits = replace(LIMITS, max_connections=32, max_connections_per_address=32)
     with front_server(tmp_path_factory.mktemp("slow"), template, limits) as front:

@@ -28,7 +28,7 @@ http {{
 
 
 def changed(text, **places):
-    """Returns the text with replacements; each original has to occur in it."""
+    """Return the text with replacements; each original has to occur in it."""
     for old, new in places.items():
         assert old in text
         text = text.replace(old, new)
@@ -161,7 +161,7 @@ def test_a_proxy_keeps_slow_headers_to_itself(proxy, behind):
 
 
 def streaming(sock, behind):
-    """Asks for a long stream."""
+    """Ask for a long stream."""
     body = json.dumps(
         {"messages": [{"role": "user", "content": "hello"}], "stream": True, "max_tokens": 100_000}
     )

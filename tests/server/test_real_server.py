@@ -35,7 +35,7 @@ def pages(url):
 
 
 def idle_again(url, seconds=60.0):
-    """Waits until nothing runs."""
+    """Wait until nothing runs."""
     end = time.monotonic() + seconds
     while (engine := pages(url))["running"] or engine["waiting"]:
         assert time.monotonic() < end, f"still busy: {engine}"

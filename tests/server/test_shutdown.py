@@ -56,7 +56,7 @@ BLOCKED = {
 
 @contextmanager
 def process(*command, log=subprocess.PIPE):
-    """Starts processes, and ends them even if a test fails."""
+    """Start processes, and end them even if a test fails."""
     pipe = subprocess.PIPE
     one = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True)
     try:

@@ -57,7 +57,7 @@ class Watch(threading.Thread):
 
     @property
     def longest(self):
-        """Returns the longest wait in seconds, including one that still lasts."""
+        """Return the longest wait in seconds, including one that still lasts."""
         return max(self.finished, time.monotonic() - self.began)
 
     def run(self):

@@ -76,7 +76,7 @@ is installed, is not among them."""
 
 
 def imported(code: str, names: list[str], folder) -> dict[str, list[str]]:
-    """Returns those of the names that a process imports, each with the last lines that led to it."""
+    """Return those of the names that a process imports, each with the last lines that led to it."""
     command = [sys.executable, "-c", WATCH + code + REPORT, json.dumps(names), str(folder / "library")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)

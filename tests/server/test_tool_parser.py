@@ -68,7 +68,7 @@ WRONG = [
 
 
 def read(pieces):
-    """Returns words and (name, arguments), for any division into pieces."""
+    """Return words and (name, arguments), for any division into pieces."""
     reader = ToolCallParser()
     found = [item for piece in pieces for item in reader.push(piece)] + reader.finish()
     words = "".join(item for item in found if isinstance(item, str))

@@ -363,7 +363,7 @@ INTERNAL = re.compile(
 
 
 def places(value, at=()):
-    """Yields the paths of all values in a JSON value."""
+    """Yield the paths of all values in a JSON value."""
     yield at
     for name, inner in (
         value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
@@ -372,7 +372,7 @@ def places(value, at=()):
 
 
 def changed(body, at, value):
-    """Returns a copy of a body with another value at a place; ``...``: with none."""
+    """Return a copy of a body with another value at a place; ``...``: with none."""
     body = copy.deepcopy(body)
     inside = body
     for part in at[:-1]:
@@ -401,7 +401,7 @@ def refused(model, body):
 
 
 def openai_place(at):
-    """Returns the place of the field of OpenAI's that a place belongs to, which is refused as a whole."""
+    """Return the place of the field of OpenAI's that a place belongs to, which is refused as a whole."""
     for end in range(1, len(at) + 1):
         field = BY_NAME.get(at[end - 1])
         if field is not None and field.inside == (at[end - 2] if end > 1 else None):
@@ -410,7 +410,7 @@ def openai_place(at):
 
 
 def is_type_of_item(at):
-    """Returns whether a place is the type of an item of a response; without one it is a message."""
+    """Return whether a place is the type of an item of a response; without one it is a message."""
     return at[0] == "input" and at[-1] == "type"
 
 
@@ -440,7 +440,7 @@ async def test_every_route_that_takes_json_has_its_body_among_them(server):
 
 
 def models(annotation):
-    """Yields the models in a type."""
+    """Yield the models in a type."""
     if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
         yield annotation
     for inner in typing.get_args(annotation):
@@ -619,7 +619,7 @@ ELSEWHERE = [
 
 
 def check_words(error):
-    """Checks that a message has no words of Python's."""
+    """Check that a message has no words of Python's."""
     assert error["message"], error
     assert not INTERNAL.search(re.sub("must match .*", "", error["message"])), error
 

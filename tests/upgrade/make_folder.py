@@ -31,7 +31,7 @@ TEXT = "The office opens at nine. It closes at five. On Fridays it closes at noo
 
 
 def fill(url: str, keys: dict[str, str]) -> dict[str, object]:
-    """Does what users do: uploads, a cache, a reference, a deletion. Returns what a later version must find."""
+    """Do what users do: uploads, a cache, a reference, a deletion. Return what a later version must find."""
     with MPIC(url, keys["alice"]) as alice:
         image = alice.files.create(("red.png", png()), "RED", wait=True)
         text = alice.files.create(("office.txt", TEXT.encode()), "OFFICE", wait=True)
@@ -54,7 +54,7 @@ def fill(url: str, keys: dict[str, str]) -> dict[str, object]:
 
 
 def main() -> None:
-    """Makes both files of the running version."""
+    """Make both files of the running version."""
     archive = HERE / f"{VERSION}.tar.gz"
     if archive.exists():
         sys.exit(f"{archive.name} is there already; what a version wrote is not made again")

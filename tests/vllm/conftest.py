@@ -72,7 +72,7 @@ def next_is_served(linker):
 
 @pytest.fixture
 def slow_disk(monkeypatch):
-    """Lets the KV of files be read only after ``go`` is set; ``reads`` has the names of those that were begun."""
+    """Let the KV of files be read only after ``go`` is set; ``reads`` has the names of those that were begun."""
     disk, read = SimpleNamespace(go=threading.Event(), reads=[]), ChunkFile.read_layers
 
     def waiting(self, destination):

@@ -62,7 +62,7 @@ class Scheduler:
         return self.admission._tracked[request.request_id]
 
     def decided(self, request) -> int:
-        """Asks until the link may start; returns the tokens that need no computing."""
+        """Ask until the link may start; return the tokens that need no computing."""
         until(
             lambda: (claimed := self.admission.claim(request, 0)) is not None or self.tracked(request).fault
         )

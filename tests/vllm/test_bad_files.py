@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("next_is_served")
 
 
 def copy(linker, chunk, wrapping=BARE) -> tuple:
-    """Makes a fresh copy of a chunk's file; returns its path on disk and its path and key in orders."""
+    """Make a fresh copy of a chunk's file; return its path on disk and its path and key in orders."""
     _, (name, key) = linker.file(chunk, wrapping)
     fresh = f"copy-{len(list(linker.files.iterdir()))}.kv"
     (linker.files / fresh).write_bytes((linker.files / name).read_bytes())
@@ -30,7 +30,7 @@ def copy(linker, chunk, wrapping=BARE) -> tuple:
 
 
 def fallback(linker, file) -> list:
-    """Links a text over a file; returns the chunks that were computed instead."""
+    """Link a text over a file; return the chunks that were computed instead."""
     return answer_to(linker, *linker.link(TEXT, "mpic-4", files={0: file})).report["fallback"]
 
 
@@ -56,7 +56,7 @@ def another_chunk(linker, path, chunk):
 
 
 def changed(change):
-    """Writes a valid file with the same key and other contents."""
+    """Write a valid file with the same key and other contents."""
 
     def damage(linker, path, chunk):
         _, (fresh, _) = linker.save(chunk, *change(*linker.stored(chunk)))

@@ -19,7 +19,7 @@ ALL = "packet-1000000"
 
 
 def with_adapter(linker, chunk, digest: str) -> tuple[str, str]:
-    """Writes a packet's file once more as one of an adapter with this digest; returns its path and key."""
+    """Write a packet's file once more as one of an adapter with this digest; return its path and key."""
     inputs, kv = linker.stored(chunk, PACKET)
     key = KVKey(chunk.owner, chunk.key, MODEL, Recipe("float32", packet=digest))
     write(linker.files / f"{digest[:4]}.kv", ChunkKV(key, inputs, kv))
@@ -27,7 +27,7 @@ def with_adapter(linker, chunk, digest: str) -> tuple[str, str]:
 
 
 def assert_computed(linker, files, codes) -> None:
-    """Links a text over a packet that cannot be used: all of it is computed, with the adapter's vectors."""
+    """Link a text over a packet that cannot be used: all of it is computed, with the adapter's vectors."""
     request, params = linker.link(TEXT, "packet", files=files)
     (answer,) = linker.run([request], [params])
     assert_close(answer, linker.expected(TEXT, ALL))

@@ -232,7 +232,7 @@ SLOTS = 2
 
 @pytest.fixture
 def queue(engine):
-    """Fills all slots of compiles; returns what asks for the compile of a chunk that is queued then."""
+    """Fill all slots of compiles; return what asks for the compile of a chunk that is queued then."""
     engine.compiler._slots = Gate(SLOTS, rows=1)
     for i in range(SLOTS):
         engine.compile(text_chunk(ids(100 + i, 5)))
@@ -248,7 +248,7 @@ def queue(engine):
 
 
 def compiles_of_the_queue(engine, *waited) -> int:
-    """Lets everything go on to its end; returns how many compiles of the queue were run."""
+    """Let everything go on to its end; return how many compiles of the queue were run."""
     engine.client.go.set()
     for future in waited:
         future.result(60)

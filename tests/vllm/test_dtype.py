@@ -19,7 +19,7 @@ from mpic.model.load import load_config, load_weights
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """Writes the small model with weights in bfloat16, whose configuration has a dtype only in the given parts."""
+    """Write the small model with weights in bfloat16, whose configuration has a dtype only in the given parts."""
 
     def written(*parts: str) -> str:
         folder = tmp_path / "model"

@@ -358,7 +358,7 @@ def test_an_answer_whose_image_is_lost_when_it_is_preempted_goes_on_as_if_it_had
     generate, orders = bench.engine.client.generate, []
 
     async def preempted(given, params):
-        """Plays what vLLM says when a link that is preempted after three tokens finds that a file has gone. An output
+        """Play what vLLM says when a link that is preempted after three tokens finds that a file has gone. An output
         has more than one token when its reader is behind, so that the third output need not be the third token."""
         cut = params.max_tokens > 1 and not orders
         orders.extend([given] if params.max_tokens > 1 else [])
@@ -456,7 +456,7 @@ def test_stats_and_info_describe_what_runs(bench):
 
 
 def runs(process: psutil.Process) -> bool:
-    """Returns whether a process has not ended. Python's tracker of shared memory never counts: it ends with ours."""
+    """Return whether a process has not ended. Python's tracker of shared memory never counts: it ends with ours."""
     with suppress(psutil.NoSuchProcess):
         return process.status() != psutil.STATUS_ZOMBIE and "tracker" not in str(process.cmdline())
     return False

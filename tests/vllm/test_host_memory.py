@@ -33,7 +33,7 @@ def wanted(tmp_path):
 
 
 def saved(folder, i: int, tokens: int) -> tuple[str, str, int]:
-    """Writes chunk number ``i``, whose KV is that number, and returns what loads it."""
+    """Write chunk number ``i``, whose KV is that number, and return what loads it."""
     key = KVKey("local", ChunkKey.of_text(str(i)), "model", Recipe("float32"))
     inputs = ChunkInputs(torch.arange(tokens), torch.arange(tokens)[None], tokens)
     write(folder / f"{i}.kv", ChunkKV(key, inputs, torch.full((2, 2, 1, tokens, 4), float(i))))
@@ -59,7 +59,7 @@ def finish(memory: HostMemory, load) -> None:
 
 
 def loaded(memory: HostMemory, wanted):
-    """Loads chunks to the end."""
+    """Load chunks to the end."""
     load = memory.load(wanted)
     finish(memory, load)
     return load

@@ -25,7 +25,7 @@ PORTS = 3
 
 
 def documented_command() -> str:
-    """Returns the shell lines of docs/vllm.md that start the server."""
+    """Return the shell lines of docs/vllm.md that start the server."""
     text = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
     (block,) = (b for b in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) if "api_server" in b)
     return block.strip()
@@ -76,7 +76,7 @@ def start(port: int, folder: Path, log: Path) -> subprocess.Popen:
 
 
 def wait_for(url: str, process: subprocess.Popen, log: Path, port_may_be_taken: bool) -> bool:
-    """Returns True once the server answers, and False if it has ended because its port was taken."""
+    """Return True once the server answers, and False if it has ended because its port was taken."""
     limit = time.monotonic() + START_SECONDS
     while time.monotonic() < limit:
         if process.poll() is not None:

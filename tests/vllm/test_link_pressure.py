@@ -34,7 +34,7 @@ def linker(request, tmp_path_factory):
 
 @pytest.fixture
 def preempted(linker, monkeypatch):
-    """Counts how often vLLM preempts a request."""
+    """Count how often vLLM preempts a request."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     counted, preempt = [], Scheduler._preempt_request
@@ -52,7 +52,7 @@ def core(linker):
 
 
 def idle(linker) -> None:
-    """Returns whether nothing is held: no block, no chunk, no order."""
+    """Return whether nothing is held: no block, no chunk, no order."""
     scheduler = kit.settle(linker.llm)
     admission, host = scheduler.connector._admission, scheduler.connector._host
     assert not admission._tracked and not admission._unfinished and not admission._admitted
@@ -61,7 +61,7 @@ def idle(linker) -> None:
 
 
 def prompts(linker):
-    """Yields ten prompts with three chunks, each chunk at many places."""
+    """Yield ten prompts with three chunks, each chunk at many places."""
     picked = random.Random(0)
     third = text_chunk(ids(9, 33))
     if linker.name in kit.VISION:
@@ -202,7 +202,7 @@ def test_links_with_one_salt_are_computed_in_the_same_steps_and_found_afterwards
 
 
 def compile_request(linker, vllm, name: str) -> list[int]:
-    """Asks to compile a text of two steps; returns its tokens."""
+    """Ask to compile a text of two steps; return its tokens."""
     from vllm import SamplingParams
 
     (linker.files / name).mkdir()
@@ -247,7 +247,7 @@ def test_blocks_of_a_compiled_chunk_are_kept_until_they_are_read_while_others_ar
 
 @pytest.fixture
 def room_for_one_image(linker):
-    """Leaves room for one encoded image of 32 x 32 pixels; as it starts, vLLM has room for many so small ones."""
+    """Leave room for one encoded image of 32 x 32 pixels; as it starts, vLLM has room for many so small ones."""
     if linker.name not in kit.VISION:
         pytest.skip("the family has no images")
     inputs, _ = linker.compiled(image_chunk(random_image(3, 32, 32)))

@@ -31,7 +31,7 @@ def linker(request, tmp_path_factory):
 
 
 def chunks_of(name: str):
-    """Returns two chunks and a document between them; the chunks are images if the family has images."""
+    """Return two chunks and a document between them; the chunks are images if the family has images."""
     document = text_chunk(ids(7, 41))
     if name in kit.VISION:
         return image_chunk(random_image(1)), document, image_chunk(random_image(2, 72, 40))
@@ -39,7 +39,7 @@ def chunks_of(name: str):
 
 
 def prompt_for(name: str):
-    """Returns a prompt of several blocks with one chunk at two places and two chunks side by side."""
+    """Return a prompt of several blocks with one chunk at two places and two chunks side by side."""
     a, b, c = chunks_of(name)
     return prompt_of([1, *ids(1, 26)], a, ids(2, 3), b, c, ids(3, 2), a, ids(4, 14))
 
@@ -57,7 +57,7 @@ def test_a_plain_request_is_answered_as_transformers_does(linker):
 
 
 def plain(linker: Linker) -> dict:
-    """Returns the same prompt as vLLM's own users send it, images included."""
+    """Return the same prompt as vLLM's own users send it, images included."""
     prompt = prompt_for(linker.name)
     request, pictures = [], []
     for segment in prompt.segments:

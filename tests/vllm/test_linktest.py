@@ -18,7 +18,7 @@ MODEL.some_words = partial(ModelDescription.some_words, MODEL)
 
 
 def engine(reused: int, logprob: float = -0.5, reason: str | None = None):
-    """Returns what submits requests to an engine whose links give ``logprob`` where a plain prefill gives -0.5."""
+    """Return what submits requests to an engine whose links give ``logprob`` where a plain prefill gives -0.5."""
     asked = []
 
     def submit(request, chunk):

@@ -81,7 +81,7 @@ def test_a_chunk_that_was_computed_before_a_search_is_not_reported_as_reused_aft
 
 @pytest.fixture
 def interrupted(engine, monkeypatch):
-    """Lets vLLM answer two tokens a request and then, after each, miss a chunk's file, as often as ``times`` says;
+    """Let vLLM answer two tokens a request and then, after each, miss a chunk's file, as often as ``times`` says;
     ``asked`` has the prompts and parameters of its requests."""
     seen = SimpleNamespace(times=1, asked=[])
 

@@ -255,7 +255,7 @@ HUB_ID, COMMIT = "org/small", "0" * 40
 
 
 def hub_cache(folder, without: str = "") -> Path:
-    """Makes the hub's cache of the small model, in its real layout: ``main`` is a commit, its files are links."""
+    """Make the hub's cache of the small model, in its real layout: ``main`` is a commit, its files are links."""
     repository = folder / "models--org--small"
     snapshot, blobs = repository / "snapshots" / COMMIT, repository / "blobs"
     for made in (snapshot, blobs, repository / "refs"):

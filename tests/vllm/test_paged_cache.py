@@ -26,7 +26,7 @@ def place(cache: PagedCache, rotation: KeyRotation, writes: list[PagedWrite], si
 
 
 def rotated(rotary, keys: torch.Tensor, first: int) -> torch.Tensor:
-    """Rotates ``keys [layers, heads, n, width]`` to the positions from ``first`` on with vLLM's own rotary module."""
+    """Rotate ``keys [layers, heads, n, width]`` to the positions from ``first`` on with vLLM's own rotary module."""
     layers, heads, n, width = keys.shape
     rows = keys.permute(2, 0, 1, 3).reshape(n, -1)
     positions = torch.arange(first, first + n)
@@ -131,7 +131,7 @@ def test_large_values_may_be_rounded_as_their_dtype_rounds_them_and_no_further(d
 
 
 def in_tf32(tensor: torch.Tensor) -> torch.Tensor:
-    """Cuts float32 numbers to the bits that a GPU multiplies in TF32."""
+    """Cut float32 numbers to the bits that a GPU multiplies in TF32."""
     return (tensor.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 

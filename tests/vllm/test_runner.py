@@ -101,7 +101,7 @@ def test_a_step_with_links_uses_no_full_graph_and_keeps_piecewise_ones(mode, wit
 
 
 def graphs_of_the_second_runner(mode: str) -> CudaGraphManager:
-    """Returns the part of vLLM's manager that chooses a graph, with its own lists of the graphs it would have
+    """Return the part of vLLM's manager that chooses a graph, with its own lists of the graphs it would have
     captured."""
     manager = CudaGraphManager.__new__(CudaGraphManager)
     sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16], "max_cudagraph_capture_size": 16}
@@ -161,7 +161,7 @@ def test_a_step_with_links_uses_no_full_graph_in_the_second_runner_either(mode, 
 
 
 def fitting() -> SimpleNamespace:
-    """Returns a configuration of vLLM with which links are right, as far as the tests read it."""
+    """Return a configuration of vLLM with which links are right, as far as the tests read it."""
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=1,

@@ -19,7 +19,7 @@ WHOLE += ("test_bad_files.py", "test_beside_forward.py")
 
 
 def run(*names: str) -> int:
-    """Runs tests in a process of its own and returns how many have passed; none fails."""
+    """Run tests in a process of its own and return how many have passed; none fails."""
     options = ["-x", "-p", "no:cacheprovider", "--timeout", "850"]
     command = [sys.executable, "-m", "pytest", *options, *names]
     environment = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "1"}

@@ -18,7 +18,7 @@ WIDTH = 16
 
 
 def rotary_of(family: str, **changes) -> nn.Module:
-    """Returns a transformers rotary module for heads of 16 dimensions."""
+    """Return a transformers rotary module for heads of 16 dimensions."""
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     made = next(
         v

@@ -100,12 +100,12 @@ class Stepped(LoopThread):
 
 
 async def on_the_loop(call, *args, **options):
-    """Takes the place of ``asyncio.to_thread``, so that no step depends on how fast a thread is."""
+    """Take the place of ``asyncio.to_thread``, so that no step depends on how fast a thread is."""
     return call(*args, **options)
 
 
 def decide_when_read(self, tracked, decide=Admission._decide):
-    """Waits for a link's files, which are read on threads beside the steps."""
+    """Wait for a link's files, which are read on threads beside the steps."""
     until(lambda: tracked.load.done)
     return decide(self, tracked)
 
@@ -180,7 +180,7 @@ ASKED = {
 
 
 def steps_to_first_token(engine, prompt, flood=lambda engine: []) -> int:
-    """Returns how many steps a request takes that comes when a flood has had three."""
+    """Return how many steps a request takes that comes when a flood has had three."""
     client, policy = engine.client, "mpic-4" if prompt.chunks else "full"
     found, flooded, came = queue.SimpleQueue(), [], []
 

@@ -19,7 +19,7 @@ LAYER = 2 * HEADS * TOKENS * WIDTH * 4  # bytes
 
 
 def saved(path, number: int) -> CachedFile:
-    """Writes a chunk and returns it as a worker in another process receives it."""
+    """Write a chunk and return it as a worker in another process receives it."""
     key = KVKey("local", ChunkKey.of_text(str(number)), "model", Recipe("float32"))
     inputs = ChunkInputs(torch.arange(TOKENS), torch.arange(TOKENS)[None], TOKENS)
     write(path, ChunkKV(key, inputs, chunk(number)))

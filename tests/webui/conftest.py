@@ -28,7 +28,7 @@ def browser():
 
 @pytest.fixture
 def open_page(browser):
-    """Opens pages; at the end none may have asked for anything beyond this machine, or complained unexpectedly.
+    """Open pages; at the end none may have asked for anything beyond this machine, or complained unexpectedly.
 
     ``context`` takes another page of the same browser profile; ``before`` is a script that runs before the page's own.
     """

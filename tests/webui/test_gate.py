@@ -42,7 +42,7 @@ async def server(tmp_path):
 
 @pytest.fixture
 def log_in(server):
-    """Makes a user with a key; returns the headers of a browser that is logged in with it."""
+    """Make a user with a key; return the headers of a browser that is logged in with it."""
 
     async def logged_in(name, role="user", limits=None):
         key, _ = server.keys.create(name, role, limits)
@@ -72,7 +72,7 @@ def file_at(path):
 
 
 async def event(server, name, data, session="mine", headers=None, **fields):
-    """Sends an event of the page by the name of its function, and returns the last message about it."""
+    """Send an event of the page by the name of its function, and return the last message about it."""
     await server.http.get("/ui/", headers=headers)
     index = next(i for i, fn in server.page._blocks.fns.items() if fn.name == name)
     body = {"data": data, "fn_index": index, "session_hash": session, **fields}

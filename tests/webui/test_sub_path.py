@@ -37,7 +37,7 @@ http {{
 
 @pytest.fixture
 def behind(tmp_path, fake):
-    """Starts nginx in front of the server; returns the address of the sub-path."""
+    """Start nginx in front of the server; return the address of the sub-path."""
     if NGINX is None:
         pytest.skip("no nginx on this machine: install the package nginx-light")
     running = []

@@ -49,7 +49,7 @@ class SiteError(Exception):
 
 
 def slug(title: str, taken: dict[str, str]) -> str:
-    """Returns the anchor of a heading, as GitHub makes it."""
+    """Return the anchor of a heading, as GitHub makes it."""
     base = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
     number = sum(1 for one in taken if re.fullmatch(re.escape(base) + r"(-\d+)?", one))
     return f"{base}-{number}" if number else base
@@ -142,7 +142,7 @@ class Site:
                     self.problems.append(f"{page.source}: {source} has no heading #{anchor}")
 
     def write(self, out: Path) -> None:
-        """Writes the site to a folder, which is emptied first if an earlier build made it."""
+        """Write the site to a folder, which is emptied first if an earlier build made it."""
         marker = out / ".mpic-docs"
         if out.exists() and any(out.iterdir()) and not marker.exists():
             raise SiteError(f"{out} holds other files; name an empty folder")

@@ -17,7 +17,7 @@ from mpic.link.policies_page import document
 
 
 def files() -> dict[str, str]:
-    """Returns the text of every generated file by its path."""
+    """Return the text of every generated file by its path."""
     return {"docs/policies.md": document(), "docs/openai.md": "\n".join(openai()) + "\n", "llms.txt": llms()}
 
 

@@ -14,7 +14,7 @@ ROOT = HERE.parents[1]
 
 
 def navigation() -> list[dict[str, Any]]:
-    """Returns the sections of ``docs/nav.toml``; paths of pages are those of the repository."""
+    """Return the sections of ``docs/nav.toml``; paths of pages are those of the repository."""
     sections = tomllib.loads((ROOT / "docs/nav.toml").read_text(encoding="utf-8"))["section"]
     for section in sections:
         for page in section["page"]:
@@ -23,7 +23,7 @@ def navigation() -> list[dict[str, Any]]:
 
 
 def site_path(source: str) -> str:
-    """Returns the path in the site of a page of the repository, which is a Markdown file or a listed folder."""
+    """Return the path in the site of a page of the repository, which is a Markdown file or a listed folder."""
     path = (
         source.removesuffix(".md") if source.startswith("docs/") else f"project/{source.removesuffix('.md')}"
     )
@@ -31,12 +31,12 @@ def site_path(source: str) -> str:
 
 
 def asset_path(source: str) -> str:
-    """Returns the path in the site of a picture or another file that a page links to."""
+    """Return the path in the site of a picture or another file that a page links to."""
     return source.removeprefix("docs/") if source.startswith("docs/") else f"files/{source}"
 
 
 def llms(place: Callable[[str], str] | None = None) -> str:
-    """Returns the content of ``llms.txt``: a description and one line for each page, for programs that read
+    """Return the content of ``llms.txt``: a description and one line for each page, for programs that read
     documentation.
 
     Args:

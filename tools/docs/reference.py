@@ -27,7 +27,7 @@ TYPES = {int: "integer", str: "string", bool: "boolean", float: "number"}
 
 
 def pages() -> dict[str, str]:
-    """Returns the Markdown of every page that is made from the code, by its path."""
+    """Return the Markdown of every page that is made from the code, by its path."""
     made = {"rest": rest, "sdk": sdk, "cli": cli, "configuration": configuration, "errors": errors}
     return {f"docs/reference/{name}.md": "\n".join(make()) + "\n" for name, make in made.items()}
 

@@ -14,7 +14,7 @@ from mpic.version import VERSION
 
 
 def openapi() -> dict[str, Any]:
-    """Returns the description that a running server serves at ``/openapi.json``."""
+    """Return the description that a running server serves at ``/openapi.json``."""
     errors = {"4XX": {"model": ErrorBody, "description": "an error the caller can correct"}}
     described = FastAPI(title="MPIC", version=VERSION, responses=errors)
     for router in ROUTERS:
@@ -59,7 +59,7 @@ def _parameter(one: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def _type(schema: dict[str, Any]) -> str:
-    """Returns the type of a field, with links to objects."""
+    """Return the type of a field, with links to objects."""
     if "$ref" in schema:
         name = schema["$ref"].rsplit("/", 1)[-1]
         return f"[{name}](#{name.lower()})"

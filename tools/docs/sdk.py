@@ -57,7 +57,7 @@ def _class(cls: type, title: str, fields: bool = False) -> Iterator[str]:
 
 
 def signature(function: Any, name: str) -> str:
-    """Returns ``name(...) -> result``, with annotations as they are written in the source."""
+    """Return ``name(...) -> result``, with annotations as they are written in the source."""
     parts, starred = [], False
     parameters = inspect.signature(function).parameters.values()
     for one in (p for p in parameters if p.name not in ("self", "cls")):

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def table(columns: str, rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
-    """Yields the lines of a Markdown table, or nothing where there are no rows.
+    """Yield the lines of a Markdown table, or nothing where there are no rows.
 
     Args:
         columns: the names of the columns, separated by ``|``.
@@ -23,12 +23,12 @@ def table(columns: str, rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
 
 
 def code(text: object) -> str:
-    """Returns a text as inline code; an empty text stays empty."""
+    """Return a text as inline code; an empty text stays empty."""
     return f"`{text}`" if str(text) else ""
 
 
 def docstring(thing: Any) -> str:
-    """Returns a docstring in Google style as Markdown: ``Args:`` and its like become lists."""
+    """Return a docstring in Google style as Markdown: ``Args:`` and its like become lists."""
     # a class without a docstring must not show that of its base
     own = thing.__dict__.get("__doc__", "") if isinstance(thing, type) else thing.__doc__
     lines = inspect.cleandoc(own or "").replace("``", "`").splitlines()

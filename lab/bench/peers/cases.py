@@ -22,12 +22,12 @@ LAST_BLOCK = 64
 
 
 def answers_case(count: int) -> str:
-    """Returns the name of the case with so many answers at once."""
+    """Return the name of the case with so many answers at once."""
     return f"{count} answer{'s' * (count > 1)} over the documents"
 
 
 def wanted(settings: Settings, cases: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns those of the cases that the settings ask for.
+    """Return those of the cases that the settings ask for.
 
     Raises:
         ValueError: the settings name a case that there is not.
@@ -38,7 +38,7 @@ def wanted(settings: Settings, cases: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def turn_of(settings: Settings, peer: Peer, questions: Questions, turn: int) -> dict[str, float]:
-    """Empties a peer's caches, lets it see the system prompt, and measures the cases that are asked for. Cases that a
+    """Empty a peer's caches, let it see the system prompt, and measure the cases that are asked for. Cases that a
     policy or peer does not change are left out.
 
     Raises:
@@ -87,12 +87,12 @@ def _images(
 
 
 def _system_alone(settings: Settings, peer: Peer, case: str, ask: Callable[[], First]) -> float:
-    """Measures a long prompt of whose beginning a cache may hold the system prompt, and no document."""
+    """Measure a long prompt of whose beginning a cache may hold the system prompt, and no document."""
     return _found(peer, case, ask(), most=settings.system + BY_CHANCE)
 
 
 def _found(peer: Peer, case: str, first: First, least: int = 0, most: int | None = None) -> float:
-    """Returns the milliseconds of a first token, after checking how much of its prompt a cache had."""
+    """Return the milliseconds of a first token, after checking how much of its prompt a cache had."""
     if first.found is not None and not least <= first.found <= (first.found if most is None else most):
         raise BenchFailed(
             f"{peer.name}, {case}: a cache held the first {first.found} tokens of the prompt, not "

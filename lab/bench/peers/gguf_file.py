@@ -30,7 +30,7 @@ _CONTROL, _NORMAL = 3, 1  # token types of the format
 
 
 def write_gguf(model: LlamaForCausalLM, path: Path) -> None:
-    """Writes weights, shape and vocabulary. Matrices keep the model's dtype; norms are float32, which llama.cpp wants.
+    """Write weights, shape and vocabulary. Matrices keep the model's dtype; norms are float32, which llama.cpp wants.
 
     Raises:
         ImportError: the package ``gguf`` is not installed.
@@ -87,7 +87,7 @@ def _vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
 
 
 def _interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Returns the rows of a query or key projection ``[heads * head_dim, hidden]`` in the order of llama.cpp's rotary
+    """Return the rows of a query or key projection ``[heads * head_dim, hidden]`` in the order of llama.cpp's rotary
     embedding, which turns neighbouring dimensions together where transformers turns dimension i with i + half."""
     rows, hidden = weight.shape
     halves = weight.reshape(heads, 2, rows // heads // 2, hidden)

@@ -34,7 +34,7 @@ class PeerGroup:
 
 @contextmanager
 def _in_process(weights: Weights, questions: Questions) -> Iterator[list[Peer]]:
-    """Starts MPIC's engine with every document compiled, and transformers."""
+    """Start MPIC's engine with every document compiled, and transformers."""
     model, settings = weights.model, weights.settings
     tower = settings.tower if weights.images else None
     # room for the compiled documents, and for a long prompt while all that is to be found again is kept
@@ -55,7 +55,7 @@ def _server(made: Callable[[Weights], Peer]) -> Start:
 
 
 def groups() -> list[PeerGroup]:
-    """Returns all of them, this process first: the others are compared with it."""
+    """Return all of them, this process first: the others are compared with it."""
     servers = (
         (plain_vllm.VLLM, plain_vllm.why_not),
         (lmcache_server.LMCache, lmcache_server.why_not),

@@ -21,7 +21,7 @@ from mpic_lab.bench.ttft_vllm import rate
 
 
 def why_not(weights: Weights | None = None) -> str | None:
-    """Returns the reason why llama.cpp cannot be measured here, or with these weights, or None."""
+    """Return the reason why llama.cpp cannot be measured here, or with these weights, or None."""
     if program() is None:
         return "llama-server is neither on PATH nor named by LLAMA_SERVER"
     if importlib.util.find_spec("gguf") is None:
@@ -37,12 +37,12 @@ def why_not(weights: Weights | None = None) -> str | None:
 
 
 def program() -> str | None:
-    """Returns the path of the server: ``LLAMA_SERVER``, or ``llama-server`` on PATH."""
+    """Return the path of the server: ``LLAMA_SERVER``, or ``llama-server`` on PATH."""
     return shutil.which(_words()[0])
 
 
 def _words() -> list[str]:
-    """Returns the words of ``LLAMA_SERVER``: a program, and options that it shall have, such as ``-fa off``."""
+    """Return the words of ``LLAMA_SERVER``: a program, and options that it shall have, such as ``-fa off``."""
     given = os.environ.get("LLAMA_SERVER") or "llama-server"
     return [given] if shutil.which(given) else shlex.split(given)
 
@@ -131,7 +131,7 @@ class LlamaServer:
         }
 
     def _times(self, ids: Sequence[int], tokens: int, slot: int) -> tuple[list[float], int | None]:
-        """Returns the time at which each token of a streamed answer arrived, and how many tokens of the prompt its slot
+        """Return the time at which each token of a streamed answer arrived, and how many tokens of the prompt its slot
         held already (None: the server does not say)."""
         times, found = [], None
         with self._http.stream("POST", "/completion", json=self._body(ids, tokens, slot)) as answer:

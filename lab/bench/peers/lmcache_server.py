@@ -21,7 +21,7 @@ NO_BLENDING = (
 
 
 def why_not(weights: Weights | None = None) -> str | None:
-    """Returns the reason why LMCache cannot be measured here, or None."""
+    """Return the reason why LMCache cannot be measured here, or None."""
     if importlib.util.find_spec("lmcache") is None:
         return "lmcache is not installed (pip install lmcache, with what it needs beside CUDA)"
     return plain_vllm.why_not(weights)

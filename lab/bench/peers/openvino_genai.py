@@ -27,7 +27,7 @@ PRECISIONS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
 def why_not(weights: Weights | None = None) -> str | None:
-    """Returns the reason why OpenVINO GenAI cannot be measured here, or with these weights, or None."""
+    """Return the reason why OpenVINO GenAI cannot be measured here, or with these weights, or None."""
     if importlib.util.find_spec("openvino_genai") is None:
         return "openvino_genai is not installed (pip install openvino-genai)"
     if converter() is None:
@@ -43,12 +43,12 @@ def why_not(weights: Weights | None = None) -> str | None:
 
 
 def converter() -> str | None:
-    """Returns the path of the converter: ``OPTIMUM_CLI``, or ``optimum-cli`` on PATH."""
+    """Return the path of the converter: ``OPTIMUM_CLI``, or ``optimum-cli`` on PATH."""
     return shutil.which(os.environ.get("OPTIMUM_CLI") or "optimum-cli")
 
 
 def convert(weights: Weights) -> Path:
-    """Returns the folder of the converted weights, which is made once. They are kept in float32, which holds 16-bit
+    """Return the folder of the converted weights, which is made once. They are kept in float32, which holds 16-bit
     weights as they are.
 
     Raises:
@@ -109,7 +109,7 @@ class GenAI:
         return rate([times for times, _ in answers])
 
     def reset(self) -> None:
-        """Makes the pipeline anew, since its cache cannot be emptied."""
+        """Make the pipeline anew, since its cache cannot be emptied."""
         import openvino_genai
 
         self._pipeline = None
@@ -130,7 +130,7 @@ class GenAI:
         self._pipeline = None
 
     def _answers(self, prompts: Sequence[Prompt], tokens: int) -> list[tuple[list[float], list[int]]]:
-        """Generates all answers at once; returns the time of each token, and the tokens."""
+        """Generate all answers at once; return the time of each token, and the tokens."""
         import openvino
         import openvino_genai
 
@@ -152,7 +152,7 @@ class GenAI:
 
 
 def _has(precision: str) -> bool:
-    """Returns whether a CPU computes in a precision; with another one it would compute in f32, and refuse keys and
+    """Return whether a CPU computes in a precision; with another one it would compute in f32, and refuse keys and
     values that are not."""
     import openvino
 

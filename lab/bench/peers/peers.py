@@ -49,7 +49,7 @@ QUICK = {
 
 
 def draw(figure: Any, rows: Sequence[Row]) -> None:
-    """Draws a bar chart of medians for every case in the rows of a result."""
+    """Draw a bar chart of medians for every case in the rows of a result."""
     cases = list(dict.fromkeys(row["table"] for row in rows if row["table"] != RATIOS))
     across = -(-len(cases) // 2)
     for axes, case in zip(figure.subplots(2, across, squeeze=False).flat, cases, strict=False):
@@ -86,7 +86,7 @@ def draw(figure: Any, rows: Sequence[Row]) -> None:
     draw=draw,
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
-    """Starts every peer that is installed on the same weights, checks that they agree, and lets them take turns."""
+    """Start every peer that is installed on the same weights, check that they agree, and let them take turns."""
     notes: dict[str, Any] = {"prompt_tokens": settings.length, "image_prompt_tokens": settings.image_length}
     notes |= {"peers": {}, "not measured": {}, "same next token as transformers": {}}
     samples: Samples = {}
@@ -123,7 +123,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
 def _model(
     settings: Settings, placement: BenchDevice, images: bool, ticker: Ticker
 ) -> tuple[Measured, dict[str, str], str]:
-    """Measures all cases of one model. Returns the measurements, the reasons why peers are missing, and a description
+    """Measure all cases of one model. Return the measurements, the reasons why peers are missing, and a description
     of the model."""
     with tempfile.TemporaryDirectory(prefix="mpic-peers-") as folder:
         ticker.say("writing the weights")
@@ -158,7 +158,7 @@ def _explained(settings: Settings) -> dict[str, str]:
 
 
 def ratios(settings: Settings, samples: Samples) -> dict[str, list[float]]:
-    """Returns the ratio within each round to the peers that were measured; more than 1 means that MPIC is faster."""
+    """Return the ratio within each round to the peers that were measured; more than 1 means that MPIC is faster."""
     found: dict[str, list[float]] = {}
 
     def add(name: str, above: tuple[str, str], below: tuple[str, str]) -> None:
@@ -167,7 +167,7 @@ def ratios(settings: Settings, samples: Samples) -> dict[str, list[float]]:
             found[name] = [round(a / b, 4) for a, b in pairs]
 
     def peers_at(case: str) -> list[str]:
-        """Returns the peers that were measured, from the lowest median on."""
+        """Return the peers that were measured, from the lowest median on."""
         peers = {column for of, column in samples if of == case} - {PREFIX, *LINKS}
         return sorted(peers, key=lambda one: samples[case, one].median)
 

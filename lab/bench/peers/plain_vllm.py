@@ -20,7 +20,7 @@ BLOCK = 32
 
 
 def why_not(weights: Weights | None = None) -> str | None:
-    """Returns the reason why vLLM cannot be measured here, or None."""
+    """Return the reason why vLLM cannot be measured here, or None."""
     return None if importlib.util.find_spec("vllm") else "vLLM is not installed (make setup-vllm)"
 
 

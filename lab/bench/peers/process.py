@@ -68,7 +68,7 @@ class PeerProcess:
         raise BenchFailed(f"{self._name} did not start:\n{tail}")
 
     def close(self) -> None:
-        """Ends it, and waits until it has ended."""
+        """End it, and wait until it has ended."""
         self.http.close()
         self._process.terminate()
         try:
@@ -79,7 +79,7 @@ class PeerProcess:
 
 
 def free_port() -> int:
-    """Returns a port of the loopback interface that nobody listens at."""
+    """Return a port of the loopback interface that nobody listens at."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])

@@ -108,20 +108,20 @@ class Peer(Protocol):
     detail: str
 
     def next_token(self, prompt: Prompt) -> int:
-        """Returns the most probable token after a prompt."""
+        """Return the most probable token after a prompt."""
 
     def first(self, prompt: Prompt) -> First:
-        """Measures the time to the first token of an answer; greedy, nothing else running."""
+        """Measure the time to the first token of an answer; greedy, nothing else running."""
 
     def rate(self, prompts: Sequence[Prompt], tokens: int) -> float:
-        """Returns the tokens a second of answers to all prompts together, while all of them are being generated. The
+        """Return the tokens a second of answers to all prompts together, while all of them are being generated. The
         prompts may have been prefilled before the clock starts."""
 
     def reset(self) -> None:
-        """Empties its caches of earlier prompts."""
+        """Empty its caches of earlier prompts."""
 
     def close(self) -> None:
-        """Ends it."""
+        """End it."""
 
 
 class Questions:
@@ -146,37 +146,37 @@ class Questions:
         return [image_chunk(random_image(next(self._seeds), side)) for _ in range(settings.documents)]
 
     def opening(self) -> Prompt:
-        """Returns a short prompt that begins as the long ones do, so that a prefix cache holds the system prompt."""
+        """Return a short prompt that begins as the long ones do, so that a prefix cache holds the system prompt."""
         return prompt_of((*self.system, *self._ids.fresh(self._settings.question)))
 
     def shuffled(self, turn: int) -> Prompt:
-        """Returns the documents in an order that begins with another document every turn. The question is fresh."""
+        """Return the documents in an order that begins with another document every turn. The question is fresh."""
         first = (turn + 1) % len(self.documents)
         order = [*self.documents[first:], *self.documents[:first]]
         return prompt_of(self.system, *order, self._ids.fresh(self._settings.question))
 
     def ordered(self) -> Prompt:
-        """Returns the documents in their own order with a fresh question, so that a prefix cache finds all documents
+        """Return the documents in their own order with a fresh question, so that a prefix cache finds all documents
         from the second time on."""
         return prompt_of(self.system, *self.documents, self._ids.fresh(self._settings.question))
 
     def unseen(self) -> Prompt:
-        """Returns documents or images that nobody has seen, between the same system prompt and a fresh question."""
+        """Return documents or images that nobody has seen, between the same system prompt and a fresh question."""
         return prompt_of(self.system, *self._documents(), self._ids.fresh(self._settings.question))
 
     def fresh(self, tokens: int) -> Prompt:
-        """Returns a text of random tokens."""
+        """Return a text of random tokens."""
         return prompt_of(self._ids.fresh(tokens))
 
     def probe(self) -> Prompt:
-        """Returns a short prompt; with an image in it if the questions are about images."""
+        """Return a short prompt; with an image in it if the questions are about images."""
         half = self._settings.probe_tokens // 2
         image = self._documents()[:1] if self.images else []
         return prompt_of(self._ids.fresh(half), *image, self._ids.fresh(self._settings.probe_tokens - half))
 
 
 def parts(prompt: Prompt) -> list[Sequence[int] | Chunk]:
-    """Returns the texts and chunks of a prompt in order."""
+    """Return the texts and chunks of a prompt in order."""
     return [
         segment.token_ids if isinstance(segment, TextSegment) else segment.chunk
         for segment in prompt.segments
@@ -184,7 +184,7 @@ def parts(prompt: Prompt) -> list[Sequence[int] | Chunk]:
 
 
 def flat(prompt: Prompt) -> list[int]:
-    """Returns all tokens of a prompt, those of its documents included; those of images are not known here."""
+    """Return all tokens of a prompt, those of its documents included; those of images are not known here."""
     ids: list[int] = []
     for part in parts(prompt):
         ids += (part.token_ids or ()) if isinstance(part, Chunk) else part

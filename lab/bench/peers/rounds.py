@@ -40,7 +40,7 @@ class Measured:
 
 
 def measure(weights: Weights, groups: Sequence[PeerGroup], ticker: Ticker) -> Measured:
-    """Measures all peers of the groups, whose first one has transformers in it.
+    """Measure all peers of the groups, whose first one has transformers in it.
 
     With ``together`` every round lets each peer have a turn and begins with another one, and the first round is cold.
     Otherwise a group is started for its turn alone, asked a short prompt that does not count, and ended.
@@ -107,7 +107,7 @@ class Check:
         self._logits: list[torch.Tensor] = []
 
     def all(self, peers: Sequence[Peer]) -> dict[str, str]:
-        """Returns how often each peer says what transformers says, which is among the first peers that are asked.
+        """Return how often each peer says what transformers says, which is among the first peers that are asked.
 
         Raises:
             BenchFailed: a peer says more often than in a quarter of the prompts what rounding does not explain.

@@ -39,13 +39,13 @@ class Stock:
         )
 
     def logits(self, prompt: Prompt) -> torch.Tensor:
-        """Returns the logits behind a prompt, float32 on the host."""
+        """Return the logits behind a prompt, float32 on the host."""
         self._stock.set_attn_implementation("sdpa")
         with torch.inference_mode():
             return self._stock(**self._inputs(prompt), logits_to_keep=1).logits[0, -1].float().cpu()
 
     def _inputs(self, prompt: Prompt) -> dict[str, Any]:
-        """Returns the tokens, and the pixels of images, each of which has as many tokens as the tower makes of it."""
+        """Return the tokens, and the pixels of images, each of which has as many tokens as the tower makes of it."""
         device = self._placement.device
         if self._tower is None:
             return {"input_ids": torch.tensor([flat(prompt)], device=device)}

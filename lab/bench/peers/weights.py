@@ -49,7 +49,7 @@ class Weights:
 def write_weights(
     settings: Settings, placement: BenchDevice, folder: Path, images: bool, gguf: bool
 ) -> Weights:
-    """Makes a random model, saves it, and keeps nothing of it in memory.
+    """Make a random model, save it, and keep nothing of it in memory.
 
     Args:
         gguf: write the file of llama.cpp, too.

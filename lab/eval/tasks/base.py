@@ -40,7 +40,7 @@ class Sample:
     captions: tuple[str, ...] = ()
 
     def scored(self, answer: str) -> str:
-        """Returns the part of an answer that is scored."""
+        """Return the part of an answer that is scored."""
         return answer.lstrip("\n").split("\n")[0] if self.first_line else answer
 
 
@@ -104,7 +104,7 @@ TASKS: dict[str, Task] = {}
 def task(
     name: str, summary: str, metric: str, reads_file: bool = False, counts_chunks: bool = False
 ) -> Callable[[Callable[[Options], Iterator[Sample]]], Callable[[Options], Iterator[Sample]]]:
-    """Registers a loader. One that reads a file may yield more than ``questions`` samples; the rest is not read."""
+    """Register a loader. One that reads a file may yield more than ``questions`` samples; the rest is not read."""
 
     def register(load: Callable[[Options], Iterator[Sample]]) -> Callable[[Options], Iterator[Sample]]:
         def first(options: Options) -> Iterator[Sample]:
@@ -117,7 +117,7 @@ def task(
 
 
 def find(name: str) -> Task:
-    """Returns the task of that name. Raises a TaskError that lists the names."""
+    """Return the task of that name. Raise a TaskError that lists the names."""
     try:
         return TASKS[name]
     except KeyError:

@@ -25,7 +25,7 @@ _HERE = re.compile(r"(?:<Img>)?<ImageHere>(?:</Img>)?")
 
 @task("mmdu", "MMDU (benchmark.json, images beside it or in `images`)", "rouge-l", reads_file=True)
 def mmdu(options: Options) -> Iterator[Sample]:
-    """Reads entries ``{"id", "image": [paths], "conversations": [{"from", "value"}, ...]}``, a list or keyed by
+    """Read entries ``{"id", "image": [paths], "conversations": [{"from", "value"}, ...]}``, a list or keyed by
     number."""
     path = data_file(options, (".json",))
     entries = whole_json(path)
@@ -39,7 +39,7 @@ def mmdu(options: Options) -> Iterator[Sample]:
 
 @task("sparkles", "SparklesEval (its annotations, images in `images`)", "rouge-l", reads_file=True)
 def sparkles(options: Options) -> Iterator[Sample]:
-    """Reads entries ``{"evaluation_id", "dialogue": [{"role", "content", "images": [{"image_id", "caption"}]}, ...]}``;
+    """Read entries ``{"evaluation_id", "dialogue": [{"role", "content", "images": [{"image_id", "caption"}]}, ...]}``;
     the images stand inside the sentence, where ``IMAGE#id<Img><ImageHere></Img>`` is.
 
     ``IMAGE#id`` itself would name an upload here, so it reads ``image id``, which is how the server writes a handle

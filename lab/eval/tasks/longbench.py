@@ -41,32 +41,32 @@ class Subset:
 
 @cache
 def subsets() -> dict[str, Subset]:
-    """Returns the subsets by LongBench's names for them."""
+    """Return the subsets by LongBench's names for them."""
     text = (files("mpic_lab.eval.tasks") / "longbench.toml").read_text(encoding="utf-8")
     return {name: Subset(**body) for name, body in tomllib.loads(text).items()}
 
 
 @task("longbench-qa", "LongBench's question answering subsets, one JSONL file each", "f1", reads_file=True)
 def question_answering(options: Options) -> Iterator[Sample]:
-    """Reads 2wikimqa, hotpotqa, musique, narrativeqa, qasper or multifieldqa_en: answers of a few words."""
+    """Read 2wikimqa, hotpotqa, musique, narrativeqa, qasper or multifieldqa_en: answers of a few words."""
     return _samples("longbench-qa", options)
 
 
 @task("longbench-samsum", "LongBench's SAMSum: dialogues with summaries, then one without", "rouge-l", True)
 def samsum(options: Options) -> Iterator[Sample]:
-    """Makes every example dialogue with its summary a chunk, unless ``split`` cuts otherwise; the last dialogue is the
+    """Make every example dialogue with its summary a chunk, unless ``split`` cuts otherwise; the last dialogue is the
     question."""
     return _samples("longbench-samsum", options)
 
 
 @task("longbench-summary", "LongBench's MultiNews: several articles, one summary", "rouge-l", reads_file=True)
 def summaries(options: Options) -> Iterator[Sample]:
-    """Reads multi_news, gov_report or qmsum."""
+    """Read multi_news, gov_report or qmsum."""
     return _samples("longbench-summary", options)
 
 
 def _register_each() -> None:
-    """Registers every subset under its own name, too, so that one run can ask several of them."""
+    """Register every subset under its own name, too, so that one run can ask several of them."""
     for name, subset in subsets().items():
         if f"longbench-{name}" not in TASKS:
             summary = f"LongBench's {name}, as `{subset.task}`"

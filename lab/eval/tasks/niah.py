@@ -28,7 +28,7 @@ ANSWER = 128
 
 @task("niah", "one needle in noise, by length (tokens) and depth (percent)", "contains")
 def grid(options: Options) -> Iterator[Sample]:
-    """Hides one number in repeated sentences (RULER's single needle in noise): for every length and depth ``questions``
+    """Hide one number in repeated sentences (RULER's single needle in noise): for every length and depth ``questions``
     of them, each with a different key and number. Ids read ``LENGTH@DEPTH#NUMBER``.
 
     The haystack has at most ``length`` tokens of the model (words, for a judge, who has no model's tokenizer and reads
@@ -42,7 +42,7 @@ def grid(options: Options) -> Iterator[Sample]:
 
 
 def _haystack(options: Options, length: int, depth: int, needle: str) -> str:
-    """Returns as many lines of noise as fit into ``length`` tokens with the needle after ``depth`` percent of them."""
+    """Return as many lines of noise as fit into ``length`` tokens with the needle after ``depth`` percent of them."""
     count = options.count or (lambda text: len(text.split()))
     line = count(f"{_NOISE}\n" * 8) / 8
     lines = int((length - count(f"{needle}\n")) / line)
@@ -58,7 +58,7 @@ def _haystack(options: Options, length: int, depth: int, needle: str) -> str:
 
 @task("ruler-niah", "RULER's needle tasks (one JSONL file)", "contains", reads_file=True)
 def niah(options: Options) -> Iterator[Sample]:
-    """Uses the last line of the input as the question, and the text before it as the haystack, cut into pieces of
+    """Use the last line of the input as the question, and the text before it as the haystack, cut into pieces of
     ``tokens``. Entries are ``{"index", "input", "outputs"}``, or have them apart: ``{"context", "question",
     "answer_prefix", "answer"}``."""
     path = data_file(options, (".jsonl",))

@@ -23,7 +23,7 @@ _PROSE = re.compile(r"[A-Z][A-Za-z0-9 ,;'()-]{40,400}[.]")
 
 @cache
 def sentences() -> tuple[str, ...]:
-    """Returns the sentences of the language reference that Python ships with (``pydoc_data.topics``), in their order.
+    """Return the sentences of the language reference that Python ships with (``pydoc_data.topics``), in their order.
 
     Raises:
         TaskError: this Python has none.
@@ -40,7 +40,7 @@ def sentences() -> tuple[str, ...]:
 
 @task("prose-codes", "a code in one of several documents of real prose", "contains", counts_chunks=True)
 def codes(options: Options) -> Iterator[Sample]:
-    """Hides a code of five digits in each of ``chunks`` documents, at most a dozen, and asks for one of them.
+    """Hide a code of five digits in each of ``chunks`` documents, at most a dozen, and ask for one of them.
 
     A document has at most 270 tokens of the model (words, for a judge, who reads the question only), or ``tokens`` if
     that is less.
@@ -62,7 +62,7 @@ def codes(options: Options) -> Iterator[Sample]:
 
 
 def _document(rng: random.Random, needle: str, tokens: int, count: Callable[[str], int]) -> list[str]:
-    """Returns consecutive sentences with the needle between two of them."""
+    """Return consecutive sentences with the needle between two of them."""
     prose, lines = sentences(), list[str]()
     at, room = rng.randrange(len(prose)), tokens - count(f" {needle}")
     while (size := count(f" {(line := prose[at % len(prose)])}")) <= room:

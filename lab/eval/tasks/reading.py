@@ -33,7 +33,7 @@ class ReadingQuestion(NamedTuple):
 
 @task("squad", "SQuAD 1.1 or 2.0 (its JSON file)", "f1", reads_file=True, counts_chunks=True)
 def squad(options: Options) -> Iterator[Sample]:
-    """Reads SQuAD; unanswerable questions of 2.0 are left out."""
+    """Read SQuAD; unanswerable questions of 2.0 are left out."""
     path = data_file(options, (".json",))
     found = []
     for article in field_of(whole_json(path), "data", path.name):
@@ -52,14 +52,14 @@ def squad(options: Options) -> Iterator[Sample]:
 
 @task("emrqa", "emrQA in SQuAD's format (its JSON file)", "f1", reads_file=True, counts_chunks=True)
 def emrqa(options: Options) -> Iterator[Sample]:
-    """Reads emrQA (Pampari et al. 2018): SQuAD's format, but a note is a list of lines, and a question one of wordings,
+    """Read emrQA (Pampari et al. 2018): SQuAD's format, but a note is a list of lines, and a question one of wordings,
     of which the first is asked."""
     return squad(options)
 
 
 @task("newsqa", "NewsQA (combined-newsqa-data-v1.json)", "f1", reads_file=True, counts_chunks=True)
 def newsqa(options: Options) -> Iterator[Sample]:
-    """Reads the questions whose readers agree on an answer; it is the span ``[s, e)`` of the story."""
+    """Read the questions whose readers agree on an answer; it is the span ``[s, e)`` of the story."""
     path = data_file(options, (".json",))
     found = []
     for story in field_of(whole_json(path), "data", path.name):
@@ -76,7 +76,7 @@ def newsqa(options: Options) -> Iterator[Sample]:
     "narrativeqa", "NarrativeQA over summaries (its folder)", "rouge-l", reads_file=True, counts_chunks=True
 )
 def narrativeqa(options: Options) -> Iterator[Sample]:
-    """Reads ``qaps.csv`` and ``third_party/wikipedia/summaries.csv`` of the repository's folder."""
+    """Read ``qaps.csv`` and ``third_party/wikipedia/summaries.csv`` of the repository's folder."""
     folder = options.path
     if folder is None or not (folder / "qaps.csv").is_file():
         raise TaskError(f"this task reads a local folder with qaps.csv; got {folder}")
@@ -96,7 +96,7 @@ def narrativeqa(options: Options) -> Iterator[Sample]:
 
 @task("biographies", "synthetic biographies (its folder)", "f1", reads_file=True, counts_chunks=True)
 def biographies(options: Options) -> Iterator[Sample]:
-    """Reads ``train.jsonl``, the biographies, and ``test.jsonl``, the same people's beginnings of sentences with their
+    """Read ``train.jsonl``, the biographies, and ``test.jsonl``, the same people's beginnings of sentences with their
     ends (``labels``): rows of the two splits, written by ``to_json`` of `datasets`. One fact a person is asked, drawn
     from the seed."""
     folder = options.path

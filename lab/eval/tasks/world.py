@@ -41,7 +41,7 @@ _SUMMARIES = {
 
 
 def generator_of(options: Options) -> Generator:
-    """Returns the held-out half of the world that the options ask for, with a different seed for each number of
+    """Return the held-out half of the world that the options ask for, with a different seed for each number of
     chunks."""
     return Generator(options.seed * 1000 + options.chunks, "eval", world=WORLDS[options.generation])
 
@@ -66,7 +66,7 @@ for _name, _summary in _SUMMARIES.items():
     "world-long-text", "a fact of one of several people in one text, cut by `split`", "em", counts_chunks=True
 )
 def long_text(options: Options) -> Iterator[Sample]:
-    """Asks about ``chunks`` people in one text; the splitter decides how many chunks the text becomes."""
+    """Ask about ``chunks`` people in one text; the splitter decides how many chunks the text becomes."""
     generator = generator_of(options)
     for number in range(options.questions):
         (turn,) = generator.task("biography", options.chunks).turns
@@ -77,7 +77,7 @@ def long_text(options: Options) -> Iterator[Sample]:
 
 @task("world-niah", "one code in filler, by length (tokens) and depth (percent)", "em")
 def needle_grid(options: Options) -> Iterator[Sample]:
-    """Hides the code of one object in held-out filler sentences: for every length and depth ``questions`` of them. Ids
+    """Hide the code of one object in held-out filler sentences: for every length and depth ``questions`` of them. Ids
     read ``LENGTH@DEPTH#NUMBER``.
 
     The haystack has at most ``length`` tokens of the model (words, for a judge, who reads the question only), and is
@@ -91,7 +91,7 @@ def needle_grid(options: Options) -> Iterator[Sample]:
 
 
 def _haystack(rng: random.Random, options: Options, length: int, depth: int, needle: str) -> str:
-    """Returns the filler sentences that fit into ``length`` tokens, with the needle after ``depth`` percent of them."""
+    """Return the filler sentences that fit into ``length`` tokens, with the needle after ``depth`` percent of them."""
     count = options.count or (lambda text: len(text.split()))
     room, filler = length - count(f" {needle}"), list[str]()
     while (size := count(f" {(sentence := rng.choice(fillers('eval')))}")) <= room:

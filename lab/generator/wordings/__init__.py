@@ -41,7 +41,7 @@ _AROUND = (
 
 
 def draw(rng: random.Random, asking: Asking, kind: str) -> str:
-    """Draws a wording, its slots empty. One to train with is now and then typed in haste, or has a word before it."""
+    """Draw a wording, its slots empty. One to train with is now and then typed in haste, or has a word before it."""
     wording = rng.choice(WORDINGS[asking][kind])
     if asking != "train":
         return wording

@@ -63,7 +63,7 @@ class Ahead:
         self.counters: Counter[str] = Counter()
 
     def launch(self, slices: Sequence[BatchSlice], drawing: Drawing) -> None:
-        """Launches the step after one whose tokens are being drawn, if it is known which one that will be.
+        """Launch the step after one whose tokens are being drawn, if it is known which one that will be.
 
         Args:
             slices: those of the step, all of whose requests draw a token.
@@ -83,7 +83,7 @@ class Ahead:
         self.counters["steps_ahead"] += 1
 
     def _continues(self, slices: Sequence[BatchSlice]) -> bool:
-        """Returns whether the next step has to be the requests of this one, unless one of them ends unforeseen."""
+        """Return whether the next step has to be the requests of this one, unless one of them ends unforeseen."""
         scheduler = self._scheduler
         unread = sum(request.stream.full for request in scheduler.running)
         if scheduler.waiting or scheduler.jobs or len(scheduler.running) - unread != len(slices):
@@ -91,7 +91,7 @@ class Ahead:
         return all(_continues(part) for part in slices)
 
     def take(self) -> tuple[list[BatchSlice], torch.Tensor] | None:
-        """Returns the slices of the step that was launched and their logits, without those of requests that do not go
+        """Return the slices of the step that was launched and their logits, without those of requests that do not go
         on with the token that they were given; None if there are none."""
         launched, self._launched = self._launched, None
         if launched is None or not launched.drawing.found:  # they could not be read
@@ -110,12 +110,12 @@ class Ahead:
         return [slices[row] for row in kept], logits
 
     def forget(self) -> None:
-        """Discards the step that was launched."""
+        """Discard the step that was launched."""
         self._launched = None
 
 
 def _continues(part: BatchSlice) -> bool:
-    """Returns whether a request is decoding, may generate more than the token that is being drawn, has a slot for its
+    """Return whether a request is decoding, may generate more than the token that is being drawn, has a slot for its
     KV, and is being read. Log-probabilities are read from the logits when the token is known, so requests with them
     take one step after the other."""
     request, lo, hi = part

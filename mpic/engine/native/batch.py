@@ -51,7 +51,7 @@ class Rows:
         return ()
 
     def cut(self, hi: int) -> int:
-        """Returns the token at which a step that is planned up to ``hi`` has to end. A block is computed in one step,
+        """Return the token at which a step that is planned up to ``hi`` has to end. A block is computed in one step,
         so the step ends before a block that it would cut, except that a block at its beginning is computed whole."""
         for lo, end in self.blocks:
             if max(lo, self.computed) < hi < end:
@@ -59,7 +59,7 @@ class Rows:
         return hi
 
     def places(self) -> np.ndarray:
-        """Returns the index of each token in the prompt, ``[tokens]`` ascending; layers with windows need it."""
+        """Return the index of each token in the prompt, ``[tokens]`` ascending; layers with windows need it."""
         return np.arange(len(self.ids))
 
 
@@ -83,7 +83,7 @@ class CompileJob(Rows):
 
 
 def compile_job(inputs: ChunkInputs, sink: int, bos: int, scope: Scope | None = None) -> CompileJob:
-    """Returns the rows of a chunk that is compiled alone, at positions 0.. (``sink`` BOS tokens first).
+    """Return the rows of a chunk that is compiled alone, at positions 0.. (``sink`` BOS tokens first).
 
     Args:
         scope: the tokens of a prompt that attend to each other in both directions.

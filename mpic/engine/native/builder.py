@@ -32,7 +32,7 @@ from mpic.prompt.segments import Segment, TextSegment
 def shapes_of(
     segments: Sequence[Segment], chunks: Sequence[LinkedChunk], policy: Policy, scope: Scope | None = None
 ) -> list[SegmentShape]:
-    """Returns the shapes of segments, from which the plan is made. ``chunks`` are the chunk segments in order.
+    """Return the shapes of segments, from which the plan is made. ``chunks`` are the chunk segments in order.
 
     Args:
         scope: the tokens that attend to each other in both directions.
@@ -65,7 +65,7 @@ class RequestBuilder:
         return self.scope is Scope.PROMPT
 
     def build(self, spec: GenerationRequest, stream: DeltaStream, arrived: float) -> Request:
-        """Returns the request, before any computation.
+        """Return the request, before any computation.
 
         Raises:
             EmptyPrompt, UnsupportedParameter, UnsupportedModality, NoAdapter, ContextLengthExceeded, PoolTooSmall,
@@ -123,7 +123,7 @@ class RequestBuilder:
     def compile_request(
         self, chunk: Chunk, wrapping: Wrapping, future: Future[int], arrived: float
     ) -> CompileRequest | None:
-        """Returns the request to queue, or None when the chunk is stored already (the future is then done).
+        """Return the request to queue, or None when the chunk is stored already (the future is then done).
 
         Raises:
             UnsupportedModality, InvalidUpload, NoAdapter: the chunk's inputs cannot be made.
@@ -142,14 +142,14 @@ class RequestBuilder:
         return request
 
     def check_presses(self, chunks: Sequence[Chunk], policy: Policy) -> None:
-        """Raises UnsupportedParameter when the policy or the model cannot be combined with the press of a chunk."""
+        """Raise UnsupportedParameter when the policy or the model cannot be combined with the press of a chunk."""
         check_presses(policy, (chunk.press for chunk in chunks))
         if policy.uses_chunks:
             for chunk in chunks:
                 check_press(self._model, chunk.press)
 
     def tokens_left(self, plan: LinkPlan, needed: list[LinkedChunk]) -> int:
-        """Returns how many tokens can still be generated once a request has been extended to ``plan``.
+        """Return how many tokens can still be generated once a request has been extended to ``plan``.
 
         Raises:
             ContextLengthExceeded, PoolTooSmall: no token can be generated any more.
@@ -163,7 +163,7 @@ class RequestBuilder:
         return min(context - plan.length, left)
 
     def _max_tokens(self, spec: GenerationRequest, prompt: LinkedPrompt) -> int:
-        """Returns the answer's limit, from the request, the context and the pool."""
+        """Return the answer's limit, from the request, the context and the pool."""
         plan, context, asked = prompt.plan, self._model.context_length, spec.sampling.max_tokens
         check_context(plan.length, asked, context)
         left = self._slots_left(plan, prompt.needed)
@@ -178,13 +178,13 @@ class RequestBuilder:
         return asked if asked is not None else min(context - plan.length, left)
 
     def _slots_left(self, plan: LinkPlan, needed: list[LinkedChunk]) -> int:
-        """Returns how many slots would be left in a pool that holds only these chunks and a plan's own tokens."""
+        """Return how many slots would be left in a pool that holds only these chunks and a plan's own tokens."""
         for linked in needed:
             self._check_compiles(len(linked.inputs), linked.key.recipe.sink)
         return (self._pool.pages - self._chunk_pages(needed)) * self._pool.page_size - plan.own
 
     def _chunk_pages(self, needed: list[LinkedChunk]) -> int:
-        """Returns the pages of the chunks that a request maps, each counted once."""
+        """Return the pages of the chunks that a request maps, each counted once."""
         lengths = {linked.key: len(linked.inputs) + linked.key.recipe.sink for linked in needed}
         return sum(self._pool.pages_for(n) for n in lengths.values())
 
@@ -193,7 +193,7 @@ class RequestBuilder:
             raise oversized_chunk(tokens, sink, self._model.context_length, tokens)
 
     def too_large(self, item: Request | CompileRequest, available: int) -> MPICError:
-        """Returns the error for something that does not fit even into an otherwise idle pool."""
+        """Return the error for something that does not fit even into an otherwise idle pool."""
         if isinstance(item, CompileRequest):
             pages = self._pool.pages_for(len(item.inputs) + item.key.recipe.sink)
         else:

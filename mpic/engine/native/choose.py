@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 def executor_for(
     model: LoadedModel, pool: Pool, budget: int, max_running: int, cuda_graphs: str
 ) -> TorchExecutor:
-    """Returns the executor that serves a model best, and says what it does and why.
+    """Return the executor that serves a model best, and say what it does and why.
 
     Args:
         budget: the most rows of a step.
@@ -50,7 +50,7 @@ def executor_for(
 
 
 def choose_attention(model: LoadedModel, name: str, proofs: Proofs) -> None:
-    """Selects the attention of a model that has passed its self-test with torch's, and has it pass with the selected.
+    """Select the attention of a model that has passed its self-test with torch's, and has it pass with the selected.
 
     ``auto`` is Triton's for a model in half precision on CUDA: on an H100 a link over ten images had its first token 4
     times sooner with it than with torch's (``docs/gpu.md``). Where Triton does not take the model, torch's serves it.
@@ -73,7 +73,7 @@ def choose_attention(model: LoadedModel, name: str, proofs: Proofs) -> None:
 
 
 def graphs_beside(attention: str, cuda_graphs: str) -> str:
-    """Returns the choice of CUDA graphs beside an attention: ``auto`` captures nothing where another one than Triton's
+    """Return the choice of CUDA graphs beside an attention: ``auto`` captures nothing where another one than Triton's
     was asked for."""
     if cuda_graphs == "auto" and attention not in ("auto", "triton"):
         log.info("attention %s was asked for, so steps are not captured", attention)

@@ -73,7 +73,7 @@ class CpuExecutor(TorchExecutor):
     def _decoded(
         self, decoder: WholeDecoder, slices: Sequence[BatchSlice], ids: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Runs a step of decoding rows in one call; None when there are too many rows, or they do not fit."""
+        """Run a step of decoding rows in one call; None when there are too many rows, or they do not fit."""
         tokens = [part.rows.ids[part.lo] for part in slices] if ids is None else ids.tolist()
         if not 0 < len(slices) <= decoder.most_rows or min(tokens) < 0 or max(tokens) >= decoder.vocabulary:
             return None
@@ -95,7 +95,7 @@ class CpuExecutor(TorchExecutor):
         return decoder(tokens, self._step).float()
 
     def _rotations_of(self, decoder: WholeDecoder, positions: list[int]) -> int:
-        """Returns the number of the rotations of some positions, which are computed if the decoder has them not."""
+        """Return the number of the rotations of some positions, which are computed if the decoder has them not."""
         first = self._rotated
         if len(first) == len(positions):
             step = positions[0] - first[0]
@@ -111,7 +111,7 @@ class CpuExecutor(TorchExecutor):
 
 
 def _positions(slices: Sequence[BatchSlice]) -> list[int] | None:
-    """Returns the rows' positions, or None where a row has another on each axis."""
+    """Return the rows' positions, or None where a row has another on each axis."""
     found = []
     for rows, lo, _ in slices:
         position, *others = rows.positions.numpy()[:, lo].tolist()

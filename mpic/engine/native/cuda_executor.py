@@ -41,7 +41,7 @@ _WORKSPACE = 64 << 20
 
 
 def reserved_bytes(model: LoadedModel, most: int, choice: str, budget: int = 0) -> int:
-    """Returns an estimate of the device memory that captured steps take: the buffers as they will be allocated, and a
+    """Return an estimate of the device memory that captured steps take: the buffers as they will be allocated, and a
     bound for graphs and for what they compute in. A pool that takes a share of the free memory leaves this much. 0
     where no steps are captured.
 
@@ -63,7 +63,7 @@ def reserved_bytes(model: LoadedModel, most: int, choice: str, budget: int = 0) 
 
 
 def _piecewise_bytes(model: LoadedModel, wanted: int, budget: int) -> int:
-    """Returns the same for pieces of steps of up to ``budget`` rows."""
+    """Return the same for pieces of steps of up to ``budget`` rows."""
     sizes, config = piecewise.bucket_sizes(budget), model.text_config
     attended = max(kind.dim * (2 * kind.heads + 2 * kind.kv_heads) for kind in model.kinds)
     # of a layer in half precision: norms in fp32, queries and keys before, while and after they are rotated, the MLP
@@ -75,7 +75,7 @@ def _piecewise_bytes(model: LoadedModel, wanted: int, budget: int) -> int:
 
 
 def _logits_bytes(model: LoadedModel, rows: int) -> int:
-    """Returns the bytes of logits: kept, of a step in fp32, and as the model gives them."""
+    """Return the bytes of logits: kept, of a step in fp32, and as the model gives them."""
     return rows * model.text_config.vocab_size * (2 * 4 + model.dtype.itemsize)
 
 
@@ -94,7 +94,7 @@ class _Found:
 
 @contextmanager
 def _measured(model: LoadedModel, detail: str, what: str, choice: str) -> Iterator[_Found]:
-    """Logs how long the block takes and how much memory, and keeps this, with what the block has found out, as a detail
+    """Log how long the block takes and how much memory, and keep this, with what the block has found out, as a detail
     of the model. Where it fails, steps run without graphs, and the reason is logged.
 
     Raises:
@@ -214,7 +214,7 @@ class CudaExecutor(TorchExecutor):
 
 
 def _allocated(device: torch.device) -> int:
-    """Returns the bytes of a device that are in use; 0 on devices where they cannot be counted."""
+    """Return the bytes of a device that are in use; 0 on devices where they cannot be counted."""
     if device.type != "cuda":
         return 0
     torch.cuda.empty_cache()  # what torch has kept for itself is not in use
@@ -224,8 +224,8 @@ def _allocated(device: torch.device) -> int:
 
 @torch.inference_mode()
 def compare(decode: StaticDecode, executor: CudaExecutor) -> float:
-    """Runs two decoding rows (one, where ``most`` is 1) over a random chunk and random own keys in both ways, then the
-    next step, whose tables are advanced. Returns the largest relative difference of the logits.
+    """Run two decoding rows (one, where ``most`` is 1) over a random chunk and random own keys in both ways, then the
+    next step, whose tables are advanced. Return the largest relative difference of the logits.
 
     Raises:
         IntegrityError: they differ, or the pool has no room for the comparison.
@@ -248,8 +248,8 @@ def compare(decode: StaticDecode, executor: CudaExecutor) -> float:
 
 @torch.inference_mode()
 def compare_pieces(steps: PiecewiseSteps, executor: CudaExecutor) -> float:
-    """Runs a block of rows over a random chunk and a decoding row in both ways, with every bucket as empty as it can
-    be, and NaN in the buffers of the rows that fill it up. Returns the largest relative difference of their logits, and
+    """Run a block of rows over a random chunk and a decoding row in both ways, with every bucket as empty as it can
+    be, and NaN in the buffers of the rows that fill it up. Return the largest relative difference of their logits, and
     of the keys and values that they write in any layer.
 
     Raises:
@@ -277,13 +277,13 @@ def compare_pieces(steps: PiecewiseSteps, executor: CudaExecutor) -> float:
 
 
 def _written(executor: CudaExecutor, slices: Sequence[BatchSlice]) -> list[torch.Tensor]:
-    """Returns the keys and the values of each layer that slices have written, in fp32."""
+    """Return the keys and the values of each layer that slices have written, in fp32."""
     views = [executor.pool.view(part.rows.extent)[:, :, :, part.lo : part.hi] for part in slices]
     return [x for part in torch.cat(views, 3).float() for x in part]
 
 
 def _within_rounding(model: LoadedModel, errors: Sequence[float], what: str) -> float:
-    """Returns the largest error. Raises IntegrityError if it cannot come from rounding, or one is not a number."""
+    """Return the largest error. Raise IntegrityError if it cannot come from rounding, or one is not a number."""
     difference = float(torch.tensor(errors).max())  # NaN if one is, unlike Python's own
     limit = TOLERANCE.get(model.dtype, 2e-4)
     if not difference <= limit and not difference <= beyond_rounding(model, limit):
@@ -293,7 +293,7 @@ def _within_rounding(model: LoadedModel, errors: Sequence[float], what: str) -> 
 
 @contextmanager
 def _random_rows(executor: CudaExecutor, computed: Sequence[int], block: int = 0) -> Iterator[list[Rows]]:
-    """Gives rows over one random chunk, of which so many own tokens have been computed, with random keys and values.
+    """Give rows over one random chunk, of which so many own tokens have been computed, with random keys and values.
 
     Args:
         block: number of tokens of those of which none have.
@@ -320,14 +320,14 @@ def _random_rows(executor: CudaExecutor, computed: Sequence[int], block: int = 0
 
 
 def _rows(model: LoadedModel, chunk: Extent, extent: Extent, tokens: int) -> Rows:
-    """Returns a number of own tokens that see a chunk at a base of its own."""
+    """Return a number of own tokens that see a chunk at a base of its own."""
     ids = [3 + n % 7 for n in range(tokens)]
     positions = torch.arange(tokens + 2).expand(model.mrope, -1).contiguous()
     return Rows(ids, positions, extent=extent, spans=[Span(chunk, 2, chunk.tokens, 50 + tokens, 1)])
 
 
 def _next(rows: Rows) -> BatchSlice:
-    """Adds a token and returns its slice."""
+    """Add a token and return its slice."""
     rows.computed = len(rows)
     rows.ids.append(7)
     return BatchSlice(rows, rows.computed, len(rows))

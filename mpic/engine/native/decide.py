@@ -64,8 +64,8 @@ class Decider:
         decided: Callable[[Request], None],
         failed: Callable[[Request, BaseException], None],
     ) -> None:
-        """Replaces the provisional plans of the first of some requests whose chunks are all ready, as many as share a
-        pass, and reports the outcome for each of them. The others are left for the next step, so that what has been
+        """Replace the provisional plans of the first of some requests whose chunks are all ready, as many as share a
+        pass, and report the outcome for each of them. The others are left for the next step, so that what has been
         decided is computed before more is looked at; else nobody would have an answer before the last prompt had been
         looked at. Nothing is written before the outcome is known, so an error concerns only its own request, or those
         in the same pass."""
@@ -87,7 +87,7 @@ class Decider:
                 failed(request, as_failure(error))
 
     def _first(self, requests: Sequence[Request]) -> list[Request]:
-        """Returns the first request and those behind it that share its pass: their policies look for the same evidence
+        """Return the first request and those behind it that share its pass: their policies look for the same evidence
         at the same layer, and all have at most ``MOST_ROWS`` rows (a longer request has a pass of its own)."""
         found: list[Request] = []
         held = 0
@@ -101,7 +101,7 @@ class Decider:
         return found
 
     def _look(self, requests: Sequence[Request]) -> list[Look]:
-        """Runs one group's pass. All chunks of the requests must be ready."""
+        """Run one group's pass. All chunks of the requests must be ready."""
         for linked in (linked for request in requests for linked in request.prompt.chunks):
             if linked.resident.progress is not None:  # its last copy may have started and not be finished
                 linked.resident.progress.settle()
@@ -119,7 +119,7 @@ class Decider:
         ]
 
     def _choose(self, request: Request, look: Look) -> None:
-        """Replaces a request's provisional plan."""
+        """Replace a request's provisional plan."""
         policy, prompt = _policy(request), request.prompt
         evidence, layer = self._kind(request)
         found = _EVIDENCE[evidence](self, request, layer, look)
@@ -130,7 +130,7 @@ class Decider:
         request.decide(replace(prompt, plan=plan, undecided=()), own)
 
     def deviations(self, request: Request, layer: int, look: Look) -> list[torch.Tensor]:
-        """Returns ``Evidence.DEVIATION`` of each chunk, ``[tokens]`` fp32. Keys are compared at chunk-local
+        """Return ``Evidence.DEVIATION`` of each chunk, ``[tokens]`` fp32. Keys are compared at chunk-local
         positions."""
         prompt, found = request.prompt, []
         for place, linked in zip(prompt.plan.places, prompt.chunks, strict=True):
@@ -144,7 +144,7 @@ class Decider:
         return found
 
     def attention(self, request: Request, layer: int, look: Look) -> list[torch.Tensor]:
-        """Returns ``Evidence.ATTENTION`` of each chunk, ``[tokens]`` fp32. Queries are turned to chunk-local positions,
+        """Return ``Evidence.ATTENTION`` of each chunk, ``[tokens]`` fp32. Queries are turned to chunk-local positions,
         as in a link."""
         assert layer == 0, "deeper queries depend on what stands before them"
         places, scores = request.prompt.plan.places, []
@@ -159,18 +159,18 @@ class Decider:
         return list(weights.split([place.length for place in places]))
 
     def _kind(self, request: Request) -> tuple[Evidence, int]:
-        """Returns the evidence that a request's policy looks for, and the layer."""
+        """Return the evidence that a request's policy looks for, and the layer."""
         policy = _policy(request)
         return policy.evidence, min(policy.layer, self._model.shape.layers - 1)
 
     def _since(self, request: Request) -> int:
-        """Returns the first sequence index that a request's policy looks at."""
+        """Return the first sequence index that a request's policy looks at."""
         if _policy(request).evidence is Evidence.DEVIATION:
             return 0
         return max(place.start + place.length for place in request.prompt.plan.places)
 
     def _rows(self, request: Request) -> tuple[BatchSlice, Sequence[tuple[int, int]]]:
-        """Returns the rows of a prompt that its policy looks at, and the blocks among them."""
+        """Return the rows of a prompt that its policy looks at, and the blocks among them."""
         prompt = request.prompt
         everything = make_plan(prompt.undecided, Full(), whole_prompt=self._whole_prompt)
         since = self._since(request)
@@ -179,7 +179,7 @@ class Decider:
         return BatchSlice(rows, 0, len(rows)), everything.blocks if since == 0 else ()
 
     def _compiled(self, linked: LinkedChunk, layer: int, look: Look) -> torch.Tensor:
-        """Returns a chunk's compiled keys and values at a layer, ``[parts, kv_heads, tokens, head_dim]`` fp32, of
+        """Return a chunk's compiled keys and values at a layer, ``[parts, kv_heads, tokens, head_dim]`` fp32, of
         the layer's own heads. One part is both."""
         first = linked.resident.first
         kv = self._pool.view(linked.resident.extent)

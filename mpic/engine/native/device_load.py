@@ -52,7 +52,7 @@ class DeviceLoad:
         self._lock = threading.Lock()  # guards _left
 
     def read(self) -> Iterator[int | None]:
-        """Reads the chunk, and forks when it can be read in parts. Yields as ``ChunkLoad.layers`` says; between two
+        """Read the chunk, and fork when it can be read in parts. Yield as ``ChunkLoad.layers`` says; between two
         items nothing is held that another load could wait for.
 
         Raises:
@@ -91,7 +91,7 @@ class DeviceLoad:
             yield layer
 
     def _lane(self, parted: PartedChunk) -> Iterator[int | None]:
-        """Reads one part after the other that no other thread has taken."""
+        """Read one part after the other that no other thread has taken."""
         while (part := self._next()) is not None:
             for piece, read in parted.read_part(part):
                 self._bring(piece, read)
@@ -104,7 +104,7 @@ class DeviceLoad:
             return next(self._left, None)
 
     def _bring(self, piece: Piece, read: PieceReader) -> None:
-        """Reads one piece and starts its copy."""
+        """Read one piece and start its copy."""
         target = piece.of(self._target)
         if self._reserved is not None:
             memory = piece.of(self._reserved.kv)
@@ -117,7 +117,7 @@ class DeviceLoad:
             slot.mark = self._progress.copy(piece.layers, target, memory)
 
     def ended(self, error: BaseException | None) -> None:
-        """Gives back what the load holds, when no thread reads any more."""
+        """Give back what the load holds, when no thread reads any more."""
         if self._reserved is not None:
             (self._reserved.keep if error is None else self._reserved.drop)()
         if self._parted is not None:

@@ -74,7 +74,7 @@ class DeviceMemory:
     def reserve(
         self, chunks: Sequence[LinkedChunk], tokens: int, arrived: float
     ) -> tuple[bool, Extent | None]:
-        """Pins the residents of chunks and reserves an extent. Missing chunks are added, then read or compiled.
+        """Pin the residents of chunks and reserve an extent. Missing chunks are added, then read or compiled.
 
         Args:
             tokens: slots of the extent; 0 reserves none.
@@ -126,14 +126,14 @@ class DeviceMemory:
         return pages <= free or pages <= free + self.device.evictable_pages()
 
     def pages_for(self, chunks: Sequence[LinkedChunk | CompileRequest], tokens: int) -> int:
-        """Returns the pages of chunks, each counted once, and of an extent of so many tokens (0: none)."""
+        """Return the pages of chunks, each counted once, and of an extent of so many tokens (0: none)."""
         extents = {linked.key: len(linked.inputs) + linked.key.recipe.sink for linked in chunks}
         return sum(map(self.pool.pages_for, [*extents.values(), *([tokens] if tokens else [])]))
 
     def would_fit(
         self, chunks: Sequence[LinkedChunk | CompileRequest], tokens: int, without: Sequence[Request]
     ) -> bool:
-        """Returns whether chunks and an extent would fit if some running requests gave back what they hold."""
+        """Return whether chunks and an extent would fit if some running requests gave back what they hold."""
         residents = [linked.resident for request in without for linked in request.prompt.needed]
         held = [resident for resident in residents if resident is not None]
         nodes = [node for request in without for node in request.path]
@@ -159,7 +159,7 @@ class DeviceMemory:
     def _attach(
         self, chunks: Sequence[LinkedChunk], added: dict[LinkedChunk, Resident], arrived: float
     ) -> None:
-        """Assigns chunks the residents that are held for them, and starts to read or compile the new ones."""
+        """Assign chunks the residents that are held for them, and start to read or compile the new ones."""
         for linked in chunks:
             held = linked.resident = self.device.get(linked.key)
             assert held is not None
@@ -186,7 +186,7 @@ class DeviceMemory:
                 self.device.drop(resident)
 
     def _detach(self, chunks: Sequence[LinkedChunk], added: dict[LinkedChunk, Resident]) -> None:
-        """Takes back what ``_attach`` has begun, where it could not end. Loads that it started end by themselves."""
+        """Take back what ``_attach`` has begun, where it could not end. Loads that it started end by themselves."""
         for resident in added.values():
             if resident in self.jobs:
                 resident.become(ChunkState.FAILED)
@@ -195,7 +195,7 @@ class DeviceMemory:
             linked.resident = None
 
     def prefetch(self, linked: LinkedChunk, arrived: float) -> None:
-        """Starts to read a stored chunk that no request links yet, if it takes at most ``PREFETCH`` of the pool."""
+        """Start to read a stored chunk that no request links yet, if it takes at most ``PREFETCH`` of the pool."""
         resident = self.device.get(linked.key)
         pages = self.pool.pages_for(len(linked.inputs) + linked.key.recipe.sink)
         if resident is not None or pages > self.pool.pages * PREFETCH:
@@ -212,7 +212,7 @@ class DeviceMemory:
                 raise
 
     def forget(self, owner: str, chunk: ChunkKey) -> None:
-        """Hides a deleted chunk. Requests that arrived before may still compute it for themselves, but no other request
+        """Hide a deleted chunk. Requests that arrived before may still compute it for themselves, but no other request
         sees it and it is not stored."""
         for key, resident in list(self.device.chunks.items()):
             if (key.owner, key.chunk) == (owner, chunk):
@@ -222,7 +222,7 @@ class DeviceMemory:
     # ---- compile jobs, and the requests and uploads that wait for them
 
     def admit(self, upload: CompileRequest) -> bool:
-        """Compiles an uploaded chunk, or joins a load or compile of it that is under way. Returns whether it fits."""
+        """Compile an uploaded chunk, or join a load or compile of it that is under way. Return whether it fits."""
         if self._tombstones.key_since(upload.arrived, upload.key):
             upload.future.set_exception(DeletedMeanwhile("the chunk was deleted before it was compiled"))
             return True
@@ -240,7 +240,7 @@ class DeviceMemory:
         return True
 
     def _compile(self, resident: Resident) -> None:
-        """Starts to compile a resident chunk. The job holds it until it is ready."""
+        """Start to compile a resident chunk. The job holds it until it is ready."""
         try:
             job = compile_job(resident.inputs, resident.first, self._bos, self._scope)
             job.extent, job.resident = resident.extent, resident
@@ -254,13 +254,13 @@ class DeviceMemory:
         self.jobs[resident] = job
 
     def _end(self, job: CompileJob) -> None:
-        """Ends a job, whether it has made its chunk or not."""
+        """End a job, whether it has made its chunk or not."""
         del self.jobs[job.resident]
         self._tombstones.end(job.began)
         self.device.release(job.resident)
 
     def compiled(self, job: CompileJob) -> None:
-        """Marks a chunk ready after its last row has run: it can be linked at once, and is saved in the background."""
+        """Mark a chunk ready after its last row has run: it can be linked at once, and is saved in the background."""
         resident = job.resident
         self._presser.press(job)
         resident.become(ChunkState.READY)
@@ -271,7 +271,7 @@ class DeviceMemory:
             self._end(job)
 
     def load_ended(self, event: LoadEnded) -> None:
-        """Completes the uploads that wait for a chunk once it has been read, and stored where that is left to do. A
+        """Complete the uploads that wait for a chunk once it has been read, and stored where that is left to do. A
         chunk that could not be read is compiled instead."""
         resident = event.resident
         # where a chunk comes from is known when it is there
@@ -287,7 +287,7 @@ class DeviceMemory:
             self.device.drop(resident)
 
     def fail_compiles(self, error: BaseException) -> None:
-        """Abandons all compile jobs, which a failed step may have left half done, and fails everything that waits for a
+        """Abandon all compile jobs, which a failed step may have left half done, and fail everything that waits for a
         chunk."""
         for resident, job in list(self.jobs.items()):
             resident.become(ChunkState.FAILED)
@@ -298,7 +298,7 @@ class DeviceMemory:
                 future.set_exception(error)
 
     def _take_futures(self, resident: Resident) -> list[Future[int]]:
-        """Returns the futures of the uploads that wait for a resident, and releases their hold on it."""
+        """Return the futures of the uploads that wait for a resident, and release their hold on it."""
         uploads = self._uploads.pop(resident, [])
         for _ in uploads:
             self.device.release(resident)
@@ -307,7 +307,7 @@ class DeviceMemory:
     # ---- a request's own tokens
 
     def move(self, request: Request, bigger: Extent) -> None:
-        """Moves a request's own tokens to a larger extent."""
+        """Move a request's own tokens to a larger extent."""
         used = request.computed - request.mapped
         old, new = self.pool.view(request.extent), self.pool.view(bigger)
         new[:, :, :, :used] = old[:, :, :, :used]
@@ -315,7 +315,7 @@ class DeviceMemory:
         request.extent = bigger
 
     def release(self, request: Request) -> None:
-        """Frees a request's extent and unpins its chunks and prefixes."""
+        """Free a request's extent and unpin its chunks and prefixes."""
         for linked in request.prompt.needed:
             if linked.resident is not None:  # chunks that a search has just found hold nothing yet
                 self.device.release(linked.resident)
@@ -328,7 +328,7 @@ class DeviceMemory:
         request.spans, request.mapped, request.computed = [], 0, 0
 
     def cache_prefix(self, request: Request) -> None:
-        """Enters a finished request's own tokens into its prefix namespace, unless a chunk that they were computed over
+        """Enter a finished request's own tokens into its prefix namespace, unless a chunk that they were computed over
         has been deleted meanwhile."""
         chunks = request.prompt.chunks
         deleted = any(self._tombstones.key_since(request.arrived, linked.key) for linked in chunks)
@@ -356,7 +356,7 @@ class DeviceMemory:
 
 
 def pool_pages(model: LoadedModel, pool_bytes: int = 0, reserved: int = 0) -> int:
-    """Returns how many pages of ``PAGE_SIZE`` tokens fit ``pool_bytes``. 0 takes a share of the memory that is free on
+    """Return how many pages of ``PAGE_SIZE`` tokens fit ``pool_bytes``. 0 takes a share of the memory that is free on
     the model's device besides ``reserved`` bytes (of host memory what this process may still allocate), but no more
     than 64 full contexts, the most that the largest batch can use.
 

@@ -146,7 +146,7 @@ class NativeEngine(Engine):
         return stream
 
     def _may_wait(self) -> int | None:
-        """Returns how many requests may wait. Unless the queue waits for memory or for a running request to end, the
+        """Return how many requests may wait. Unless the queue waits for memory or for a running request to end, the
         limit is raised by the number that could run at once, so that a burst is not refused before the engine has seen
         its first request."""
         if self._max_waiting is None or self.scheduler.blocked:
@@ -230,7 +230,7 @@ class NativeEngine(Engine):
             raise EngineStopped(f"the device does not work any more, restart the server: {self._broken}")
 
     def check(self) -> None:
-        """See ``Engine.check``. Runs on the engine's thread between two steps."""
+        """See ``Engine.check``. Run on the engine's thread between two steps."""
         result: Future[None] = Future()
 
         def verify() -> None:
@@ -315,7 +315,7 @@ class NativeEngine(Engine):
     # ---- the engine's thread: steps
 
     def step(self) -> None:
-        """Takes one turn: schedule -> run -> commit, or commits the step that was launched ahead."""
+        """Take one turn: schedule -> run -> commit, or commit the step that was launched ahead."""
         launched = self.ahead.take()
         if launched is not None:
             self._commit(*launched)
@@ -327,7 +327,7 @@ class NativeEngine(Engine):
                 self._check()
 
     def _run_next(self) -> bool:
-        """Schedules, runs and commits a step; returns whether there was one."""
+        """Schedule, run and commit a step; return whether there was one."""
         slices = self.scheduler.schedule()
         if not slices:
             self._more_to_do = self._decide()
@@ -345,7 +345,7 @@ class NativeEngine(Engine):
         return True
 
     def _decide(self) -> bool:
-        """Lets dynamic policies look at the first prompts that wait for it. The rows they choose join the next step."""
+        """Let dynamic policies look at the first prompts that wait for it. The rows they choose join the next step."""
         undecided = self.scheduler.undecided()
         if undecided:
             self.decider.decide(undecided, self.scheduler.decided, self._fail_undecided)
@@ -358,7 +358,7 @@ class NativeEngine(Engine):
     def _commit(
         self, slices: list[BatchSlice], logits: torch.Tensor, barrier: LayerBarrier | None = None
     ) -> int:
-        """Records the results of a step, and returns the number of its rows; ``logits`` has one row for each slice that
+        """Record the results of a step, and return the number of its rows; ``logits`` has one row for each slice that
         wants logits, in order."""
         row = computed = 0
         taken: dict[Request, int] = {}  # the requests whose tokens are drawn, with their rows
@@ -400,7 +400,7 @@ class NativeEngine(Engine):
         return computed
 
     def _examine_device(self) -> None:
-        """Finds out, after something has failed, whether the device still works: after an error of its own CUDA refuses
+        """Find out, after something has failed, whether the device still works: after an error of its own CUDA refuses
         everything for as long as the process lives, so the engine is not ready any more and says so."""
         try:
             self.executor.wait()
@@ -409,7 +409,7 @@ class NativeEngine(Engine):
             log.critical("the device does not work any more, restart the server: %s", self._broken)
 
     def _fail_running(self, error: Exception) -> None:
-        """Fails every request and job on the device: nothing that a failed step half wrote may be used again."""
+        """Fail every request and job on the device: nothing that a failed step half wrote may be used again."""
         failure = as_failure(error)
         scheduler = self.scheduler
         self.ahead.forget()
@@ -421,14 +421,14 @@ class NativeEngine(Engine):
         self._more_to_do = True
 
     def _failure_of_compiles(self, failure: MPICError) -> MPICError:
-        """Returns what those learn who wait for chunks when a step has failed. They try again where the chunks are not
+        """Return what those learn who wait for chunks when a step has failed. They try again where the chunks are not
         to blame: memory was short for the whole step, or the device works no more before a restart."""
         if self._broken:
             return EngineStopped(f"the device does not work any more: {self._broken}")
         return failure if isinstance(failure, Unavailable) else CompileFailed(str(failure))
 
     def _refuse_stuck(self) -> None:
-        """Refuses what was tried last if nothing runs, nothing loads, and it still does not fit: it never will."""
+        """Refuse what was tried last if nothing runs, nothing loads, and it still does not fit: it never will."""
         scheduler = self.scheduler
         if (
             scheduler.running
@@ -442,7 +442,7 @@ class NativeEngine(Engine):
         self._refuse(scheduler.tried, self.builder.too_large(scheduler.tried, available))
 
     def _refuse(self, item: Request | CompileRequest, error: MPICError) -> None:
-        """Removes a request or an upload from the queue and fails it."""
+        """Remove a request or an upload from the queue and fail it."""
         self.scheduler.tried = None
         if isinstance(item, Request):
             self.outputs.fail(item, error)

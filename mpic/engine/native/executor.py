@@ -54,7 +54,7 @@ class Executor(ABC):
         barrier: LayerBarrier | None = None,
         ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Runs one step of all slices.
+        """Run one step of all slices.
 
         Every layer writes the rows' keys and values before any row attends, so a link row may see chunks that are
         compiled by other rows of the same step.
@@ -72,10 +72,10 @@ class Executor(ABC):
 
     @abstractmethod
     def forget(self) -> None:
-        """Lets go of the last step's requests, with what their users have sent, once there is nothing left to do."""
+        """Let go of the last step's requests, with what their users have sent, once there is nothing left to do."""
 
     def wait(self) -> None:
-        """Waits until the device has finished its work."""
+        """Wait until the device has finished its work."""
         if self.model.device.type == "cuda":
             torch.cuda.current_stream(self.model.device).synchronize()
 
@@ -114,7 +114,7 @@ class TorchExecutor(Executor):
     def forward(
         self, inputs: RowInputs, positions: torch.Tensor, step: Step, wanted: torch.Tensor
     ) -> torch.Tensor:
-        """Runs packed rows; see ``LoadedModel.forward``."""
+        """Run packed rows; see ``LoadedModel.forward``."""
         return self.model.forward(inputs, positions, step, wanted)
 
     def forget(self) -> None:
@@ -122,7 +122,7 @@ class TorchExecutor(Executor):
 
 
 def row_inputs(model: LoadedModel, slices: Sequence[BatchSlice], starts: Sequence[int]) -> RowInputs:
-    """Returns the inputs of a step's rows."""
+    """Return the inputs of a step's rows."""
     device = model.device
     ids = torch.tensor([i for s in slices for i in s.rows.ids[s.lo : s.hi]], dtype=torch.int64)
     embeds = model.embed(ids)
@@ -147,7 +147,7 @@ def row_inputs(model: LoadedModel, slices: Sequence[BatchSlice], starts: Sequenc
 
 
 def observed_rows(slices: Sequence[BatchSlice], starts: Sequence[int]) -> list[tuple[slice, Observed]]:
-    """Returns the rows of a step whose queries a press looks at: the last ones of its chunk."""
+    """Return the rows of a step whose queries a press looks at: the last ones of its chunk."""
     found = []
     for (rows, lo, hi), start in zip(slices, starts, strict=True):
         if isinstance(rows, CompileJob) and rows.observed is not None:

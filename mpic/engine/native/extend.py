@@ -73,7 +73,7 @@ class Extender:
         self._threads = ThreadPoolExecutor(SEARCHERS, "mpic-search")
 
     def begin(self, request: Request, call: str) -> None:
-        """Starts the search that a paused request has called for."""
+        """Start the search that a paused request has called for."""
         self._threads.submit(self._search, request, call, time.monotonic(), self._tombstones.begin())
 
     def close(self) -> None:
@@ -138,12 +138,12 @@ class Extender:
 
 
 def inserted_tokens(request: Request, extension: Extension) -> int:
-    """Returns how many tokens an extension adds to a request that has not been extended by it yet."""
+    """Return how many tokens an extension adds to a request that has not been extended by it yet."""
     return extension.prompt.plan.length - request.prompt.plan.length - request.since_plan
 
 
 def apply(request: Request, extension: Extension) -> None:
-    """Extends a request and counts the inserted tokens as prompt. Runs on the engine's thread; pages come after."""
+    """Extend a request and count the inserted tokens as prompt. Run on the engine's thread; pages come after."""
     usage, old = request.usage, len(request.prompt.chunks)
     tokens = inserted_tokens(request, extension)
     reused = tokens - len(extension.own.ids)

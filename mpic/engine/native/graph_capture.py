@@ -22,7 +22,7 @@ class GraphCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Work) -> Work:
-        """Captures the work in one graph; see ``pieces``."""
+        """Capture the work in one graph; see ``pieces``."""
         found: list[torch.Tensor] = []
         (replay,) = self.pieces(lambda cut: found.append(work()))
         out = found[-1]
@@ -34,8 +34,8 @@ class GraphCapture:
         return play
 
     def pieces(self, work: Callable[[Cut], None]) -> list[Piece]:
-        """Runs the work twice without cutting it, so that kernels are compiled and libraries have chosen their
-        algorithms, then captures it, a graph for each of its pieces.
+        """Run the work twice without cutting it, so that kernels are compiled and libraries have chosen their
+        algorithms, then capture it, a graph for each of its pieces.
 
         Raises:
             RuntimeError: the work waits for the device, so it cannot be captured.

@@ -25,7 +25,7 @@ class Inbox:
         return bool(self._messages)
 
     def post(self, message: Callable[[], None], quiet: bool = False) -> None:
-        """Queues a call for the engine's thread. Raises EngineStopped when the engine stops, unless the call is
+        """Queue a call for the engine's thread. Raise EngineStopped when the engine stops, unless the call is
         quiet."""
         with self.lock:
             if self.closed and not quiet:
@@ -34,13 +34,13 @@ class Inbox:
             self.lock.notify_all()
 
     def wait(self, work_left: Callable[[], bool]) -> bool:
-        """Waits for a message, for work or for the engine to stop. Returns whether the engine stops."""
+        """Wait for a message, for work or for the engine to stop. Return whether the engine stops."""
         with self.lock:
             self.lock.wait_for(lambda: self._messages or self.closed or work_left())
             return self.closed
 
     def handle(self) -> None:
-        """Makes the queued calls. A call that fails does not prevent the others."""
+        """Make the queued calls. A call that fails does not prevent the others."""
         with self.lock:
             messages = list(self._messages)
             self._messages.clear()
@@ -51,7 +51,7 @@ class Inbox:
                 log.exception("a message to the engine failed")
 
     def close(self) -> bool:
-        """Closes the inbox. Returns False if it was closed already."""
+        """Close the inbox. Return False if it was closed already."""
         with self.lock:
             if self.closed:
                 return False

@@ -71,7 +71,7 @@ class ChunkLinker:
         self._clips = threading.Lock()
 
     def recipe(self, wrapping: Wrapping, press: str = "", kind: Kind = "text") -> Recipe:
-        """Returns how chunks of a kind are compiled that are wrapped so, and compressed by a press of that name.
+        """Return how chunks of a kind are compiled that are wrapped so, and compressed by a press of that name.
 
         Raises:
             NoAdapter: the wrapping is that of packets, and the model has no adapter.
@@ -88,7 +88,7 @@ class ChunkLinker:
         return KVKey.of(chunk.owner, chunk.key, self._model.digest, recipe)
 
     def link(self, chunks: Sequence[Chunk], policy: Policy, arrived: float) -> list[LinkedChunk]:
-        """Returns every chunk with its inputs. The store is asked once for all that are not resident.
+        """Return every chunk with its inputs. The store is asked once for all that are not resident.
 
         Raises:
             UnsupportedModality, InvalidUpload, NoAdapter: the inputs of a chunk cannot be made.
@@ -122,7 +122,7 @@ class ChunkLinker:
         return _Sought(chunk, key, None, self._remembered(chunk, key))
 
     def _look_up(self, asked: Sequence[_Sought]) -> None:
-        """Asks the store for chunks. Those that are to be compressed by a press that can do it afterwards may be stored
+        """Ask the store for chunks. Those that are to be compressed by a press that can do it afterwards may be stored
         uncompressed."""
         if self._store is None or not asked:
             return
@@ -140,7 +140,7 @@ class ChunkLinker:
             one.uncompressed = one.stored is not None
 
     def _linked(self, one: _Sought, policy: Policy, arrived: float) -> LinkedChunk:
-        """Returns a chunk as its request links it, with inputs from the nearest place that has them."""
+        """Return a chunk as its request links it, with inputs from the nearest place that has them."""
         chunk, key = one.chunk, one.key
         if one.resident is not None:
             assert one.inputs is not None  # the resident's
@@ -166,13 +166,13 @@ class ChunkLinker:
         return LinkedChunk(chunk, key, inputs, stored, reason, uncompressed=uncompressed)
 
     def _worth(self, stored: StoredChunk, inputs: ChunkInputs) -> bool:
-        """Returns whether to load a chunk rather than compute it, by the cost rule of its tier (``StoredChunk.worth``).
+        """Return whether to load a chunk rather than compute it, by the cost rule of its tier (``StoredChunk.worth``).
         Its inputs are read in any case: they save the vision encoder."""
         rate = self._seconds_per_token()
         return rate is None or optional(stored, "worth", rate * len(inputs)) is not False
 
     def stored(self, chunk: Chunk, key: KVKey) -> LinkedChunk | None:
-        """Returns a chunk as the tier below the device has it, if it is worth loading, or None."""
+        """Return a chunk as the tier below the device has it, if it is worth loading, or None."""
         stored = self._store.find([key]).get(key) if self._store is not None else None
         inputs = self._read_inputs(stored, chunk, key)
         if stored is None or inputs is None or not self._worth(stored, inputs):
@@ -180,7 +180,7 @@ class ChunkLinker:
         return LinkedChunk(chunk, key, inputs, stored, None)
 
     def _read_inputs(self, stored: StoredChunk | None, chunk: Chunk, key: KVKey) -> ChunkInputs | None:
-        """Returns the stored inputs, or None when the store turns out not to have them. Text needs no file, because its
+        """Return the stored inputs, or None when the store turns out not to have them. Text needs no file, because its
         chunk has the ids."""
         if stored is None:
             return None
@@ -195,7 +195,7 @@ class ChunkLinker:
     # ---- new inputs, which are remembered as they are before they are wrapped
 
     def inputs(self, chunk: Chunk, key: KVKey, arrived: float) -> ChunkInputs:
-        """Returns the inputs of a chunk that is not stored.
+        """Return the inputs of a chunk that is not stored.
 
         Raises:
             UnsupportedModality, InvalidUpload: they cannot be made.
@@ -233,7 +233,7 @@ class ChunkLinker:
             return inputs
 
     def _make_clip(self, load: Callable[[Sample], Clip]) -> ChunkInputs:
-        """Decodes a clip while images may be encoded, and then encodes it."""
+        """Decode a clip while images may be encoded, and then encode it."""
         with self._clips, memory.as_errors():
             clip = load(self._model.clip_sampler)
             with self._encoder:
@@ -260,7 +260,7 @@ class ChunkLinker:
                 self._remembered_bytes -= self._inputs.popitem(last=False)[1].nbytes
 
     def forget(self, chunk: Chunk) -> None:
-        """Drops the inputs of a deleted chunk, whose tombstone must exist already."""
+        """Drop the inputs of a deleted chunk, whose tombstone must exist already."""
         with self._lock:
             inputs = self._inputs.pop((chunk.owner, chunk.key), None)
             if inputs is not None:

@@ -16,7 +16,7 @@ _END: Any = object()
 
 
 def loaders_for(cores: int | None = None) -> int:
-    """Returns the number of loader threads: half of the cores, 2 to 8. Reading and verifying is about as fast as
+    """Return the number of loader threads: half of the cores, 2 to 8. Reading and verifying is about as fast as
     memory, so a few threads saturate a disk, and the other cores are needed for the computation that goes on
     meanwhile."""
     return min(8, max(2, (cores or os.cpu_count() or 2) // 2))
@@ -93,7 +93,7 @@ class LoadQueue:
         self._changed.notify()
 
     def close(self) -> None:
-        """Stops: finishes the reads under way and ends all other loads with EngineStopped."""
+        """Stop: finish the reads under way and end all other loads with EngineStopped."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -104,7 +104,7 @@ class LoadQueue:
         self._waiting.clear()
 
     def _end(self, turn: _ReadOrder, error: BaseException | None) -> None:
-        """Ends one iterator of a load, and the load with its last one."""
+        """End one iterator of a load, and the load with its last one."""
         load = turn.load
         close = getattr(turn.layers, "close", None)
         if close is not None:
@@ -130,7 +130,7 @@ class LoadQueue:
             again = self._advance(turn)
 
     def _advance(self, turn: _ReadOrder) -> _ReadOrder | None:
-        """Takes one turn; returns the next one of the same iterator, or None when it has ended."""
+        """Take one turn; return the next one of the same iterator, or None when it has ended."""
         if turn.load.error is not None:  # another thread has found it bad
             self._end(turn, None)
             return None

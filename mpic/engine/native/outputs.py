@@ -54,7 +54,7 @@ class Outputs:
         self.counters: Counter[str] = Counter()
 
     def take(self, request: Request, choice: Choice | Exception, now: float) -> None:
-        """Takes the next token of an answer. An error fails this request alone."""
+        """Take the next token of an answer. An error fails this request alone."""
         try:
             if isinstance(choice, Exception):
                 raise choice
@@ -65,12 +65,12 @@ class Outputs:
             self.fail(request, as_failure(error))
 
     def abort(self, request: Request) -> None:
-        """Ends a request whose client no longer waits for it, unless it has ended already."""
+        """End a request whose client no longer waits for it, unless it has ended already."""
         if request in self.unfinished:
             self._finish(request, "abort")
 
     def fail(self, request: Request, error: BaseException) -> None:
-        """Ends a request with an error."""
+        """End a request with an error."""
         self._release(request)
         self.counters["failed"] += 1
         request.stream.put(error)
@@ -109,7 +109,7 @@ class Outputs:
             times.resumed = 0.0
 
     def _search(self, request: Request, call: str) -> str | None:
-        """Pauses a request that has made a call, or returns the reason why it ends."""
+        """Pause a request that has made a call, or return the reason why it ends."""
         usage = request.usage
         assert request.spec.retrieval is not None  # only such requests search
         if len(usage.retrieval) >= request.spec.retrieval.rounds:
@@ -120,7 +120,7 @@ class Outputs:
         return None
 
     def _finish(self, request: Request, reason: str, last: Delta | None = None) -> None:
-        """Ends a request normally. Its own tokens enter the prefix cache."""
+        """End a request normally. Its own tokens enter the prefix cache."""
         usage, prompt = request.usage, request.prompt
         usage.total_ms = (time.monotonic() - request.arrived) * 1e3
         usage.chunks = chunk_uses(prompt.plan, prompt.chunks, self._token_bytes)
@@ -144,7 +144,7 @@ class Outputs:
             self._scheduler.remove(request)
 
     def _searched(self, request: Request, outcome: SearchOutcome | Exception) -> None:
-        """Goes on after a search. The request may have been cancelled meanwhile."""
+        """Go on after a search. The request may have been cancelled meanwhile."""
         if request not in self.unfinished:
             return
         try:

@@ -24,7 +24,7 @@ class StepPace:
         self.seconds_per_row: float | None = None
 
     def measure(self, rows: int, seconds: float) -> None:
-        """Records the time of a step."""
+        """Record the time of a step."""
         if rows < MEASURED:
             return
         new = seconds / rows
@@ -32,6 +32,6 @@ class StepPace:
         self.seconds_per_row = old + WEIGHT * (new - old)
 
     def limit(self, budget: int) -> int:
-        """Returns how many rows of prompts a step may compute beside streaming answers, at most ``budget``."""
+        """Return how many rows of prompts a step may compute beside streaming answers, at most ``budget``."""
         fitting = int(SECONDS / self.seconds_per_row) if self.seconds_per_row else 0
         return min(budget, max(LEAST, fitting))

@@ -39,7 +39,7 @@ CapturePieces = Callable[[Callable[[Cut], None]], Sequence[Piece]]
 
 
 def bucket_sizes(budget: int) -> list[int]:
-    """Returns the numbers of rows that pieces are captured for, the largest first, for steps of up to ``budget`` rows:
+    """Return the numbers of rows that pieces are captured for, the largest first, for steps of up to ``budget`` rows:
     none that every step would leave for a smaller one."""
     return sorted(
         (size for size, below in zip(SIZES, (0, *SIZES), strict=False) if below < budget), reverse=True
@@ -56,7 +56,7 @@ class Places(NamedTuple):
     out: torch.Tensor
 
     def of(self, rows: int) -> Places:
-        """Returns those of the first rows."""
+        """Return those of the first rows."""
         query, key = self.query[:, :, :rows], self.key[:, :, :rows]
         value = key if self.value is self.key else self.value[:, :, :rows]
         return Places(query, key, value, self.out[:, :rows])
@@ -75,7 +75,7 @@ class LayerAttention(NamedTuple):
     extras: Extras
 
     def run(self, step: Step, places: Sequence[Places]) -> None:
-        """Computes the attention of the rows at these places, as ``step`` says."""
+        """Compute the attention of the rows at these places, as ``step`` says."""
         query, key, value, out = places[self.places]
         out.copy_(attend_layer(step, LayerCall(self.layer, query, key, value, self.scale, self.extras)))
 
@@ -96,12 +96,12 @@ class Buffers:
         return sum(tensor.nbytes for tensor in self._made.values())
 
     def fill(self, value: float) -> None:
-        """Sets every number of every buffer."""
+        """Set every number of every buffer."""
         for tensor in self._made.values():
             tensor.fill_(value)
 
     def view(self, name: str, like: torch.Tensor, shape: Sequence[int], rows: int) -> torch.Tensor:
-        """Returns the buffer of this name for tensors of a shape, whose size grows with the number of rows."""
+        """Return the buffer of this name for tensors of a shape, whose size grows with the number of rows."""
         width = torch.Size(shape).numel() // rows
         flat = self._made.get((name, width))
         if flat is None:
@@ -142,7 +142,7 @@ class CutForward:
         return out
 
     def _places(self, call: LayerCall) -> int:
-        """Returns the number of the places for a layer's sizes."""
+        """Return the number of the places for a layer's sizes."""
         is_pair = call.value is not call.key
         kind = (call.query.shape, call.key.shape, is_pair)
         if kind not in self._number:
@@ -244,7 +244,7 @@ class PiecewiseSteps:
 
     @torch.inference_mode()
     def fill(self, value: float) -> None:
-        """Fills the buffers between pieces, so that a comparison can see whether rows that fill a bucket up change
+        """Fill the buffers between pieces, so that a comparison can see whether rows that fill a bucket up change
         others."""
         self._buffers.fill(value)
 
@@ -252,7 +252,7 @@ class PiecewiseSteps:
     def run(
         self, inputs: RowInputs, positions: torch.Tensor, step: Step, wanted: torch.Tensor
     ) -> torch.Tensor | None:
-        """Runs a step if it fits; arguments as for ``LoadedModel.forward``.
+        """Run a step if it fits; arguments as for ``LoadedModel.forward``.
 
         Returns:
             ``[w, vocabulary]`` fp32, valid until the next step; None when the step has to be run in another way: it has
@@ -277,7 +277,7 @@ class PiecewiseSteps:
     def _fill(
         self, bucket: CapturedPieces, inputs: RowInputs, positions: torch.Tensor, wanted: torch.Tensor
     ) -> None:
-        """Copies a step's inputs into the buffers of a bucket. The rows beyond them have no embedding, and the
+        """Copy a step's inputs into the buffers of a bucket. The rows beyond them have no embedding, and the
         positions of an earlier step."""
         rows = len(inputs.embeds)
         bucket.embeds[:rows].copy_(inputs.embeds)

@@ -28,7 +28,7 @@ class Preparation:
         threading.Thread(target=self._run_clips, name="mpic-prepare-clips", daemon=True).start()
 
     def submit(self, job: Job, future: Future[Any], is_clip: bool) -> None:
-        """Runs a job when its turn comes.
+        """Run a job when its turn comes.
 
         Args:
             future: what the job prepares for; the job sets its exception itself through ``fail``.
@@ -41,13 +41,13 @@ class Preparation:
         self._clips.put((job, future))
 
     def fail(self, future: Future[Any], error: BaseException) -> None:
-        """Sets a future's exception, unless ``close`` has done so."""
+        """Set a future's exception, unless ``close`` has done so."""
         with self._lock:
             if not future.done():
                 future.set_exception(error)
 
     def close(self) -> None:
-        """Waits for texts and images, and fails the futures of clips that are not prepared yet."""
+        """Wait for texts and images, and fail the futures of clips that are not prepared yet."""
         self._clips.put(None)
         with self._lock:
             unprepared = list(self._unprepared)

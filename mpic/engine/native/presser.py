@@ -18,7 +18,7 @@ from mpic.press import LayerKV, Press, parse_press, refuse_stored
 
 
 def refusal(model: LoadedModel, press: Press | type[Press]) -> str | None:
-    """Returns the reason why a press cannot compress chunks of a model, or None if it can."""
+    """Return the reason why a press cannot compress chunks of a model, or None if it can."""
     if any(pattern.window is not None for pattern in model.patterns):
         return "some of its layers see a window, and a slot no longer says where its token stands"
     if model.scope is not None:
@@ -31,7 +31,7 @@ def refusal(model: LoadedModel, press: Press | type[Press]) -> str | None:
 
 
 def check_press(model: LoadedModel, name: str) -> None:
-    """Refuses a press on a model whose chunks it cannot compress.
+    """Refuse a press on a model whose chunks it cannot compress.
 
     Raises:
         UnsupportedParameter: says why.
@@ -46,7 +46,7 @@ def check_press(model: LoadedModel, name: str) -> None:
 
 @torch.inference_mode()
 def press_stored(model: LoadedModel, press: Press, chunk: ChunkKV) -> ChunkKV:
-    """Returns a chunk that is stored uncompressed as compiling it under a press would have stored it: equal in every
+    """Return a chunk that is stored uncompressed as compiling it under a press would have stored it: equal in every
     bit where the press runs on the same device. The model itself does not run.
 
     Raises:
@@ -71,7 +71,7 @@ def compress(
     positions: list[int],
     observed: Observed | None = None,
 ) -> torch.Tensor:
-    """Returns the KV that a press leaves, ``[layers, 2, kv_heads, slots, head_dim]``.
+    """Return the KV that a press leaves, ``[layers, 2, kv_heads, slots, head_dim]``.
 
     Args:
         compiled: ``[layers, 2, kv_heads, n, head_dim]``, keys rotated at ``positions``.
@@ -91,7 +91,7 @@ def compress(
 def _layer(
     model: LoadedModel, layer: int, compiled: torch.Tensor, positions: list[int], observed: Observed | None
 ) -> LayerKV:
-    """Returns a layer as the press sees it, from ``compiled [2, kv_heads, n, head_dim]``, with the layer's own heads.
+    """Return a layer as the press sees it, from ``compiled [2, kv_heads, n, head_dim]``, with the layer's own heads.
     It is always copied: sums over memory that lies differently may be rounded differently, and a chunk is compressed in
     the same way in the pool and from its file."""
     kind = model.kinds[model.kind_of[layer]]
@@ -119,7 +119,7 @@ class Presser:
         self._model, self._device, self._trailer = model, device, trailer
 
     def observe(self, job: CompileJob) -> None:
-        """Prepares a job that is about to run to keep the queries that its chunk's press will look at."""
+        """Prepare a job that is about to run to keep the queries that its chunk's press will look at."""
         resident = job.resident
         press = parse_press(resident.key.recipe.press)
         if press is None or not resident.is_pressed:
@@ -131,13 +131,13 @@ class Presser:
 
     @torch.inference_mode()
     def press(self, job: CompileJob) -> None:
-        """Compresses a chunk whose last row has run to the tokens that its press keeps, and frees the pages after
+        """Compress a chunk whose last row has run to the tokens that its press keeps, and free the pages after
         them."""
         self._press(job.resident, job.observed)
 
     @torch.inference_mode()
     def press_read(self, resident: Resident) -> None:
-        """Compresses a chunk whose uncompressed form has been read, by a press that needs no queries."""
+        """Compress a chunk whose uncompressed form has been read, by a press that needs no queries."""
         self._press(resident)
 
     def _press(self, resident: Resident, observed: Observed | None = None) -> None:

@@ -88,7 +88,7 @@ class LinkedChunk:
         return self.tokens - self.key.recipe.slots(self.tokens)
 
     def slots(self, lo: int, hi: int) -> tuple[int, int]:
-        """Returns the slots of tokens ``[lo, hi)``, counted from the chunk's first. A range of a compressed chunk must
+        """Return the slots of tokens ``[lo, hi)``, counted from the chunk's first. A range of a compressed chunk must
         begin among the protected first tokens and go to the chunk's end (``mpic.press``)."""
         removed = self.removed
         if removed and hi < self.tokens:
@@ -115,7 +115,7 @@ class LinkedPrompt:
 
 
 def mapped_chunks(plan: LinkPlan, chunks: list[LinkedChunk]) -> list[LinkedChunk]:
-    """Returns the chunks of which a plan maps at least one token, in prompt order."""
+    """Return the chunks of which a plan maps at least one token, in prompt order."""
     mapped = {span.source for span in plan.spans}
     return [chunk for i, chunk in enumerate(chunks) if i in mapped]
 
@@ -136,7 +136,7 @@ class OwnTokens(NamedTuple):
 def own_tokens(
     segments: tuple[Segment, ...], plan: LinkPlan, chunks: list[LinkedChunk], mrope: int, since: int = 0
 ) -> OwnTokens:
-    """Returns the own tokens from sequence index ``since`` on, where a segment must begin.
+    """Return the own tokens from sequence index ``since`` on, where a segment must begin.
 
     Args:
         chunks: the prompt's, in order.
@@ -213,7 +213,7 @@ class Request(Rows):
     usage: GenerationUsage = field(default_factory=GenerationUsage)
 
     def become(self, status: Status) -> None:
-        """Changes the status.
+        """Change the status.
 
         Raises:
             IntegrityError: the new status may not follow the present one.
@@ -252,7 +252,7 @@ class Request(Rows):
         return len(self.ids) - self.prompt.plan.own
 
     def append(self, token: int) -> None:
-        """Appends a generated token."""
+        """Append a generated token."""
         self._place_next()
         self.ids.append(token)
         self.items.append(token)
@@ -269,7 +269,7 @@ class Request(Rows):
             self.ids.pop()
 
     def _place_next(self) -> None:
-        """Makes sure that the token that follows its rows has a position. Those of many tokens are set at once, and
+        """Make sure that the token that follows its rows has a position. Those of many tokens are set at once, and
         there are twice as many each time, so that a long answer does not copy all positions for each token."""
         n = len(self.ids)
         if n == self.positions.shape[1]:
@@ -278,12 +278,12 @@ class Request(Rows):
             self.positions = torch.cat([self.positions, following], 1)
 
     def decide(self, prompt: LinkedPrompt, own: OwnTokens) -> None:
-        """Replaces the provisional tokens by those that a dynamic policy has chosen."""
+        """Replace the provisional tokens by those that a dynamic policy has chosen."""
         self.prompt = prompt
         self.ids, self.positions, self.embedded, self.items = own
 
     def extend(self, prompt: LinkedPrompt, own: OwnTokens, max_tokens: int) -> None:
-        """Appends the tokens that retrieval inserts."""
+        """Append the tokens that retrieval inserts."""
         n = len(self.ids)
         self.prompt, self.max_tokens = prompt, max_tokens
         self.positions = torch.cat([self.positions[:, :n], own.positions], 1)
@@ -311,14 +311,14 @@ class Request(Rows):
         return ("exact", user) if plan.exact else ("linked", user, plan.policy)
 
     def map(self) -> None:
-        """Maps everything that its rows see: its prefix nodes at base 0, then its chunks. It must be called when the
+        """Map everything that its rows see: its prefix nodes at base 0, then its chunks. It must be called when the
         nodes have just been matched, because a node that is split later is only the rest of the one that was mapped."""
         nodes: list[Any] = [node for node in self.path if node.own_tokens]  # own tokens have an extent
         self.spans = [Span(node.shared.extent, node.lo, node.lo + node.own_tokens) for node in nodes]
         self.map_chunks(self.prompt.needed)
 
     def map_chunks(self, chunks: Sequence[LinkedChunk]) -> None:
-        """Maps the parts of some of its chunks that the plan links."""
+        """Map the parts of some of its chunks that the plan links."""
         wanted = {id(linked) for linked in chunks}
         for span in self.prompt.plan.spans:
             linked = self.prompt.chunks[span.source]

@@ -63,12 +63,12 @@ class Sampler:
         self._generator = torch.Generator().manual_seed(seed)
 
     def next(self) -> float:
-        """Returns the request's next number, in [0, 1)."""
+        """Return the request's next number, in [0, 1)."""
         return min(float(torch.rand((), dtype=torch.float64, generator=self._generator)), _BELOW_ONE)
 
 
 def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Choice | Exception]:
-    """Chooses a token for every row.
+    """Choose a token for every row.
 
     Args:
         logits: ``[rows, vocabulary]`` fp32, on any device.
@@ -108,13 +108,13 @@ class Drawing:
             self.tokens = tokens
 
     def keep_logits(self) -> None:
-        """Copies the logits, whose memory the next step overwrites. Rows that want log-probabilities are not among
+        """Copy the logits, whose memory the next step overwrites. Rows that want log-probabilities are not among
         them."""
         if self._logits is self._own:
             self._logits = self._own.clone()
 
     def choices(self) -> list[Choice | Exception]:
-        """Waits for the tokens, and returns the choice of each row, or an error that concerns this row alone."""
+        """Wait for the tokens, and return the choice of each row, or an error that concerns this row alone."""
         logits, own, samplers, numbers = self._logits, self._own, self._samplers, self._numbers
         try:
             if self.tokens is not None:
@@ -136,7 +136,7 @@ class Drawing:
 
 
 def _fetch(tokens: torch.Tensor) -> Callable[[], list[int]]:
-    """Starts to copy tokens to the host, in front of whatever the device is given next; returns what waits for them."""
+    """Start to copy tokens to the host, in front of whatever the device is given next; return what waits for them."""
     if tokens.device.type != "cuda":
         return tokens.tolist
     host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
@@ -154,7 +154,7 @@ def _fetch(tokens: torch.Tensor) -> Callable[[], list[int]]:
 
 @torch.inference_mode()
 def _masked(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Returns the logits, with minus infinity for the tokens that a row may not draw."""
+    """Return the logits, with minus infinity for the tokens that a row may not draw."""
     if logits.device.type == "cpu":  # NumPy's is faster than torch's
         bytes_ = mask.numpy().view(np.uint8)
         allowed = np.unpackbits(bytes_, axis=1, count=logits.shape[1], bitorder="little").view(bool)
@@ -172,7 +172,7 @@ def _choose(
     numbers: Sequence[float],
     tokens: list[int] | None = None,
 ) -> list[Choice | Exception]:
-    """Does the work of ``choose``, with the numbers that the samplers have drawn, and the rows' tokens where they are
+    """Do the work of ``choose``, with the numbers that the samplers have drawn, and the rows' tokens where they are
     known; ``own`` are the model's logits, without a mask."""
     options = [sampler.sampling for sampler in samplers]
     tried = [row for row, sampler in enumerate(samplers) if not sampler.wide and not tokens]
@@ -201,7 +201,7 @@ def _choose(
 
 
 def _draw(logits: torch.Tensor, options: Sequence[Sampling], numbers: Sequence[float]) -> torch.Tensor:
-    """Returns a token or a negative code for each row, ``[rows]`` int64 on the device, without waiting for the
+    """Return a token or a negative code for each row, ``[rows]`` int64 on the device, without waiting for the
     device."""
     if logits.device.type == "cpu" and all(s.temperature == 0 for s in options):
         return _greedy(logits)
@@ -212,7 +212,7 @@ def _draw(logits: torch.Tensor, options: Sequence[Sampling], numbers: Sequence[f
 def _draw_by_kind(
     logits: torch.Tensor, options: Sequence[Sampling], numbers: Sequence[float]
 ) -> torch.Tensor:
-    """Does the work of ``_draw``, once for each kind of sampling."""
+    """Do the work of ``_draw``, once for each kind of sampling."""
     kinds: dict[str, list[int]] = {"greedy": [], "whole": [], "cut": []}
     for row, s in enumerate(options):
         kind = "greedy" if s.temperature == 0 else "cut" if s.top_k or s.top_p < 1 else "whole"
@@ -241,7 +241,7 @@ def _draw_by_kind(
 def _table(
     options: Sequence[Sampling], numbers: Sequence[float], rows: Sequence[int], logits: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Returns the sampling parameters of some rows, ``[rows, 1]`` each, on the device of the logits."""
+    """Return the sampling parameters of some rows, ``[rows, 1]`` each, on the device of the logits."""
     chosen, vocabulary = [options[row] for row in rows], logits.shape[1]
     columns = {
         "rows": np.array(rows, np.int64),
@@ -254,7 +254,7 @@ def _table(
 
 
 def _greedy(logits: torch.Tensor) -> torch.Tensor:
-    """Returns the most likely tokens, of equal ones the first."""
+    """Return the most likely tokens, of equal ones the first."""
     if logits.device.type == "cpu":  # NumPy's is faster than torch's; for both NaN is the largest
         table = logits.numpy()
         best = table.argmax(-1)
@@ -265,30 +265,30 @@ def _greedy(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Returns ``exp((logit - largest) / temperature)`` in fp32."""
+    """Return ``exp((logit - largest) / temperature)`` in fp32."""
     steepness = temperature.reciprocal().clamp_max(_STEEPEST).float()
     return (logits - logits.amax(-1, keepdim=True)).mul_(steepness).exp_()
 
 
 def _passed(ends: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Returns the first column at which the running sums ``ends [rows, n]`` fp64 pass ``target [rows, 1]``."""
+    """Return the first column at which the running sums ``ends [rows, n]`` fp64 pass ``target [rows, 1]``."""
     return torch.searchsorted(ends, target, right=True).clamp_max_(ends.shape[1] - 1)
 
 
 def _sums(parts: torch.Tensor) -> torch.Tensor:
-    """Returns the sums of ``parts [..., 512]`` in fp64. A few fp32 numbers are added first, since turning all of them
+    """Return the sums of ``parts [..., 512]`` in fp64. A few fp32 numbers are added first, since turning all of them
     into fp64 takes longer than everything else."""
     return parts.unflatten(-1, (-1, 16)).sum(-1).sum(-1, dtype=torch.float64)
 
 
 def _in_parts(weights: torch.Tensor) -> torch.Tensor:
-    """Returns ``[rows, parts, 512]`` of ``[rows, vocabulary]``, the last part filled up with zeros."""
+    """Return ``[rows, parts, 512]`` of ``[rows, vocabulary]``, the last part filled up with zeros."""
     spare = -weights.shape[1] % _PART
     return (pad(weights, (0, spare)) if spare else weights).unflatten(1, (-1, _PART))
 
 
 def _whole(weights: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    """Draws from the whole vocabulary by ``weights [rows, vocabulary]``: first a part of tokens, then a token of that
+    """Draw from the whole vocabulary by ``weights [rows, vocabulary]``: first a part of tokens, then a token of that
     part."""
     parts = _in_parts(weights)
     ends = _sums(parts).cumsum(-1)
@@ -302,7 +302,7 @@ def _whole(weights: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
 
 
 def _cut(logits: torch.Tensor, of: dict[str, torch.Tensor], candidates: int | None = None) -> torch.Tensor:
-    """Draws from the tokens that top-k and top-p keep, if they are among the most likely ``candidates`` (None: all)."""
+    """Draw from the tokens that top-k and top-p keep, if they are among the most likely ``candidates`` (None: all)."""
     vocabulary = logits.shape[1]
     candidates = min(candidates or vocabulary, vocabulary)
     if candidates < vocabulary:
@@ -337,7 +337,7 @@ def _cut(logits: torch.Tensor, of: dict[str, torch.Tensor], candidates: int | No
 
 
 def _nucleus(logits: torch.Tensor, of: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Draws from a top-p of any width, row by row. Tokens are counted by their distance from the best one in bins; only
+    """Draw from a top-p of any width, row by row. Tokens are counted by their distance from the best one in bins; only
     those of the bin in which ``top_p`` is reached are sorted. It waits for the device."""
     drawn = []
     for row, temperature, top_p, number in zip(
@@ -366,7 +366,7 @@ def _nucleus(logits: torch.Tensor, of: dict[str, torch.Tensor]) -> torch.Tensor:
 def _logprobs(
     logits: torch.Tensor, tokens: Sequence[int], options: Sequence[Sampling]
 ) -> dict[int, TokenLogprob]:
-    """Returns log-probabilities for the rows that ask for them, in one transfer."""
+    """Return log-probabilities for the rows that ask for them, in one transfer."""
     asked = [
         (row, min(s.logprobs, logits.shape[1]))
         for row, s in enumerate(options)

@@ -57,17 +57,17 @@ class Scheduler:
         self._slices: list[BatchSlice] = []  # of the step that is being scheduled
 
     def add(self, item: Request | CompileRequest) -> None:
-        """Adds a request or an upload to the queue."""
+        """Add a request or an upload to the queue."""
         insort(self.waiting, item, key=lambda i: i.arrived)
         self.turns.queue(item)
 
     def withdraw(self, item: Request | CompileRequest) -> None:
-        """Removes a request or an upload from the queue."""
+        """Remove a request or an upload from the queue."""
         self.waiting.remove(item)
         self.turns.leave_queue(item)
 
     def queued(self) -> Counter[str]:
-        """Returns how many requests of each user wait for their turn or for their reader, without memory. May be called
+        """Return how many requests of each user wait for their turn or for their reader, without memory. May be called
         from any thread."""
         unread = [request.user for request in list(self.preempted) if request.status is Status.UNREAD]
         return Counter(self.turns.waiting()) + Counter(unread)
@@ -77,7 +77,7 @@ class Scheduler:
         return not (self.waiting or self.running or self.jobs or self.preempted)
 
     def schedule(self) -> list[BatchSlice]:
-        """Returns the slices of the next step, at most ``budget`` rows, and fewer while answers stream. There are none
+        """Return the slices of the next step, at most ``budget`` rows, and fewer while answers stream. There are none
         when everything waits."""
         self._slices = []
         try:
@@ -119,7 +119,7 @@ class Scheduler:
         return budget
 
     def _wanted(self, slices: list[BatchSlice]) -> dict[str, int]:
-        """Returns how many rows of prompts and uploads a step could compute for each user."""
+        """Return how many rows of prompts and uploads a step could compute for each user."""
         wanted: dict[str, int] = {}
         if len(slices) == len(self.running) and not self.jobs:
             return wanted
@@ -133,7 +133,7 @@ class Scheduler:
         return wanted
 
     def _want(self, wanted: dict[str, int], request: Request, jobs: set[Resident]) -> None:
-        """Adds the rows that a step could compute for a request.
+        """Add the rows that a step could compute for a request.
 
         Args:
             jobs: chunks that are being compiled and have not been counted yet; those of the request are removed.
@@ -149,9 +149,9 @@ class Scheduler:
         _add(wanted, request.user, rows + (_end(request) - request.computed if computable else 0))
 
     def _prefills(self, slices: list[BatchSlice], budget: int, user: str) -> int:
-        """Schedules a user's rows in order of arrival: a request's chunks that are still to be compiled, then its own
+        """Schedule a user's rows in order of arrival: a request's chunks that are still to be compiled, then its own
         rows, as soon as all its chunks are ready or will be within this very step. Other chunks get the rest of the
-        budget. Returns how many rows it has taken."""
+        budget. Return how many rows it has taken."""
         taken = {id(s.rows) for s in slices}
         finishing = _finishing(slices)
         given = budget
@@ -183,7 +183,7 @@ class Scheduler:
         return given - budget
 
     def _follow_loads(self, slices: list[BatchSlice], budget: int) -> None:
-        """Adds links whose loads are under way: they run beside them, layer by layer.
+        """Add links whose loads are under way: they run beside them, layer by layer.
 
         A step that waits for a disk makes everything in it wait, so a link joins only
 
@@ -220,14 +220,14 @@ class Scheduler:
 
     @staticmethod
     def _chunks_ready(request: Request, finishing: AbstractSet[Resident] = frozenset()) -> bool:
-        """Returns whether all chunks are ready, or will be before this step's rows attend to them."""
+        """Return whether all chunks are ready, or will be before this step's rows attend to them."""
         return all(c.resident.is_there or c.resident in finishing for c in request.prompt.needed)
 
     # ---- admission
 
     def _admissions(self, wanted: dict[str, int], budget: int) -> bool:
-        """Admits what waits, in turn, as long as there are rows in the step for it. An item that does not fit is
-        overtaken by those of other users alone, and by nobody while what has been preempted for it comes free. Returns
+        """Admit what waits, in turn, as long as there are rows in the step for it. An item that does not fit is
+        overtaken by those of other users alone, and by nobody while what has been preempted for it comes free. Return
         whether there was such an item.
 
         Args:
@@ -254,7 +254,7 @@ class Scheduler:
         return blocked
 
     def _admit(self, item: Request | CompileRequest, wanted: dict[str, int]) -> bool:
-        """Admits something from the queue, if it fits."""
+        """Admit something from the queue, if it fits."""
         self.tried = item
         if isinstance(item, Request):
             if len(self.running) >= self.max_running or not self._admit_request(item):
@@ -270,7 +270,7 @@ class Scheduler:
         return True
 
     def _room_for(self, item: Request | CompileRequest) -> list[Request] | None:
-        """Returns the requests of other users that have to be preempted for an item to fit; None if that is not its
+        """Return the requests of other users that have to be preempted for an item to fit; None if that is not its
         user's right or not enough."""
         if isinstance(item, Request):
             chunks, tokens = item.prompt.needed, len(item) + self._reserved(item)
@@ -304,7 +304,7 @@ class Scheduler:
         return bool(path) and not self.running and not self.jobs and self._reserve(request, [])
 
     def _reserve(self, request: Request, path: list[Node]) -> bool:
-        """Reserves pages, pins chunks and maps prefixes: all or nothing."""
+        """Reserve pages, pin chunks and map prefixes: all or nothing."""
         mapped = sum(node.own_tokens for node in path)
         reserve = self._reserved(request)
         request.path = path
@@ -332,7 +332,7 @@ class Scheduler:
 
     @staticmethod
     def _reserved(request: Request) -> int:
-        """Returns how many tokens are reserved for what a request may still generate."""
+        """Return how many tokens are reserved for what a request may still generate."""
         # A request that was preempted should not soon be again, and need not keep others out: it comes back when more
         # is free than it had. One that runs alone preempts itself when the pool cannot hold it twice for a move. It
         # then gets all that is left and moves no more, so it ends, and so does the next.
@@ -341,16 +341,16 @@ class Scheduler:
         return min(request.left, GROWTH << 2 * request.usage.preemptions)
 
     def undecided(self) -> list[Request]:
-        """Returns the requests that wait for their dynamic policy's decision and whose chunks are ready for it."""
+        """Return the requests that wait for their dynamic policy's decision and whose chunks are ready for it."""
         return [r for r in self.running if r.status is Status.DECIDING and self._chunks_ready(r)]
 
     def decided(self, request: Request) -> None:
-        """Makes a request run after its plan has been decided."""
+        """Make a request run after its plan has been decided."""
         request.map()
         request.become(Status.RUNNING)
 
     def load_ended(self, event: LoadEnded) -> None:
-        """Records where a chunk was read from, or why it is compiled, for every request that links it."""
+        """Record where a chunk was read from, or why it is compiled, for every request that links it."""
         now = time.monotonic()
         for request in self.running:
             for linked in request.prompt.needed:
@@ -366,7 +366,7 @@ class Scheduler:
     # ---- growth, preemption, removal
 
     def _grow(self, request: Request, found: Sequence[LinkedChunk] = ()) -> bool:
-        """Reserves memory for additional tokens and chunks of an admitted request. The youngest requests of whoever
+        """Reserve memory for additional tokens and chunks of an admitted request. The youngest requests of whoever
         holds most are preempted for it, which may be this request itself; then the method returns False."""
         while not self._fit(request, found):
             unread = [one for one in self._unread() if one is not request]
@@ -378,7 +378,7 @@ class Scheduler:
         return True
 
     def _unread(self) -> list[Request]:
-        """Returns the running requests whose answers nobody reads."""
+        """Return the running requests whose answers nobody reads."""
         return [one for one in self.running if one.status is Status.RUNNING and one.stream.full]
 
     def _fit(self, request: Request, found: Sequence[LinkedChunk]) -> bool:
@@ -394,7 +394,7 @@ class Scheduler:
         return fits
 
     def resume(self, request: Request, found: list[LinkedChunk]) -> None:
-        """Resumes a request after its search and its extension.
+        """Resume a request after its search and its extension.
 
         Args:
             found: the new chunks that it maps. When no memory is left for them even after younger requests were
@@ -410,14 +410,14 @@ class Scheduler:
             request.map_chunks(found)
 
     def read(self, request: Request) -> None:
-        """Lets a request go on whose answer is read again."""
+        """Let a request go on whose answer is read again."""
         if request.status is Status.UNREAD:
             self.preempted.remove(request)
             request.become(Status.WAITING)
             self.add(request)
 
     def preempt(self, request: Request) -> None:
-        """Frees a request's memory. The request keeps its generated tokens and queues again, at once or when its search
+        """Free a request's memory. The request keeps its generated tokens and queues again, at once or when its search
         ends or its answer is read."""
         self._slices[:] = [part for part in self._slices if part.rows is not request]
         self._stop(request)
@@ -435,7 +435,7 @@ class Scheduler:
             self.add(request)
 
     def remove(self, request: Request) -> None:
-        """Removes a request for good, whatever its status, and frees its memory."""
+        """Remove a request for good, whatever its status, and free its memory."""
         if request.status.admitted:
             self._stop(request)
             self.memory.release(request)
@@ -458,13 +458,13 @@ def _add(counts: dict[str, int], user: str, n: int) -> None:
 
 
 def _finishing(slices: list[BatchSlice]) -> set[Resident]:
-    """Returns the chunks that are ready within this step: their last row is computed in it, and no press follows."""
+    """Return the chunks that are ready within this step: their last row is computed in it, and no press follows."""
     jobs = [s.rows for s in slices if isinstance(s.rows, CompileJob) and s.hi == len(s.rows)]
     return {job.resident for job in jobs if not job.resident.is_pressed}
 
 
 def _end(request: Request) -> int:
-    """Returns the end of the rows that a request's next step may compute."""
+    """Return the end of the rows that a request's next step may compute."""
     end = len(request)
     if request.prompt.plan.two_step and request.computed < end - 1:
         end -= 1  # the last token goes alone, in a second step

@@ -55,7 +55,7 @@ class Bucket(NamedTuple):
 
 
 def bucket_sizes(most: int) -> list[int]:
-    """Returns the numbers of rows that steps are made for, the largest first: powers of two, and ``most``."""
+    """Return the numbers of rows that steps are made for, the largest first: powers of two, and ``most``."""
     sizes = {most, *(1 << n for n in range(most.bit_length()))}
     return sorted(sizes, reverse=True)
 
@@ -118,12 +118,12 @@ class StaticDecode:
         return Bucket(rows, ids, positions, wanted, steps)
 
     def forget(self) -> None:
-        """Discards the tables, so that the next step makes new ones whatever its rows are."""
+        """Discard the tables, so that the next step makes new ones whatever its rows are."""
         self._tables.forget()
 
     @torch.inference_mode()
     def run(self, slices: Sequence[BatchSlice], ids: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Runs a step if it is one of decoding rows alone, and fits.
+        """Run a step if it is one of decoding rows alone, and fits.
 
         Args:
             ids: the rows' tokens on the device, where the host does not know them yet (``Executor.run``).
@@ -148,7 +148,7 @@ class StaticDecode:
         return self._running()[: len(slices)]
 
     def _prepared(self, slices: Sequence[BatchSlice], bucket: Bucket) -> Work | None:
-        """Fills the tables for a step and returns it, or None when the rows do not fit."""
+        """Fill the tables for a step and return it, or None when the rows do not fit."""
         if self._tables.continues(slices) and self._left > 0:
             self._left -= 1
             self._attention.advance()
@@ -161,7 +161,7 @@ class StaticDecode:
         return None
 
     def _fill(self, slices: Sequence[BatchSlice], bucket: Bucket, known: torch.Tensor | None) -> None:
-        """Copies the rows' tokens and positions into the bucket's buffers; the rows beyond them keep an earlier
+        """Copy the rows' tokens and positions into the bucket's buffers; the rows beyond them keep an earlier
         token's."""
         ids = np.array([part.rows.ids[part.lo] for part in slices], np.int64)
         positions = np.concatenate([s.rows.positions.numpy()[:, s.lo : s.hi] for s in slices], 1)

@@ -12,7 +12,7 @@ SEARCHING = (Status.SEARCHING, Status.PREEMPTED)
 
 
 def stats(scheduler: Scheduler, pool: Pool) -> dict[str, Any]:
-    """Returns what ``Engine.stats`` promises but for the counters. It may be called from any thread; the engine may
+    """Return what ``Engine.stats`` promises but for the counters. It may be called from any thread; the engine may
     change something meanwhile."""
     requests, preempted = list(scheduler.running), list(scheduler.preempted)
     resident = list(scheduler.device.chunks.values())

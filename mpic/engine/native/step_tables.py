@@ -37,7 +37,7 @@ class _SingleRow:
         self._changes = {row for span in rows.spans for row in (span.row, span.ahead)}
 
     def is_continued(self, part: BatchSlice, start: int) -> bool:
-        """Returns whether a row is this one, one token further, and sees the same spans."""
+        """Return whether a row is this one, one token further, and sees the same spans."""
         rows, lo, _ = part
         return (
             rows is self._rows
@@ -74,7 +74,7 @@ class PlacedSlice(NamedTuple):
         return Write(slice(self.start, self.start + self.hi - self.lo), self.fresh)
 
     def calls(self, pattern: Pattern) -> list[SpanCall]:
-        """Returns the attention calls of the rows in layers of a pattern, those over their own tokens first."""
+        """Return the attention calls of the rows in layers of a pattern, those over their own tokens first."""
         places = None if pattern.window is None else self.rows.places()[: self.hi]
         # every token is still inside the window
         window: Any = pattern.window  # None where `places` is
@@ -95,14 +95,14 @@ class PlacedSlice(NamedTuple):
         return made + self._windowed_spans(pattern, places, blocks)
 
     def _blocks(self, pattern: Pattern) -> list[tuple[int, int]]:
-        """Returns the blocks of a pattern's layers that reach into the slice, counted from its first row."""
+        """Return the blocks of a pattern's layers that reach into the slice, counted from its first row."""
         if pattern.blocks is None:
             return []
         blocks = self.rows.blocks
         return [(lo - self.lo, hi - self.lo) for lo, hi in blocks if hi > self.lo and lo < self.hi]
 
     def _own(self, kind: Blocks | None, blocks: Sequence[tuple[int, int]]) -> list[SpanCall]:
-        """Returns the calls over the rows themselves and the tokens before them; one call where there is one row."""
+        """Return the calls over the rows themselves and the tokens before them; one call where there is one row."""
         own, rows = self.fresh, self.hi - self.lo
         if rows == 1:
             return [SpanCall(slice(self.start, self.start + 1), own._replace(lo=0), first=True)]
@@ -110,14 +110,14 @@ class PlacedSlice(NamedTuple):
         return fresh_calls(Pattern(None, kind), self.start, np.empty(rows), own, before, blocks)
 
     def _spans(self, kind: Blocks | None) -> list[SpanCall]:
-        """Returns the calls over mapped spans, each of which the rows see whole."""
+        """Return the calls over mapped spans, each of which the rows see whole."""
         gathers = self.gathers and self.hi - self.lo > 1
         return list(calls_over(self.spans, self.lo, self.hi, self.start, kind is not None, gathers))
 
     def _windowed_spans(
         self, pattern: Pattern, places: np.ndarray, blocks: Sequence[tuple[int, int]]
     ) -> list[SpanCall]:
-        """Returns the calls over mapped spans that the rows, at ``places[lo:]``, see through a window."""
+        """Return the calls over mapped spans that the rows, at ``places[lo:]``, see through a window."""
         window: Any = pattern.window
         made, mapped = [], 0
         for span in self.spans:
@@ -157,7 +157,7 @@ class StepTables:
         self.made = self.advanced = 0
 
     def step(self, slices: Sequence[BatchSlice], starts: Sequence[int]) -> Step:
-        """Returns the step of some slices, whose rows begin at ``starts``.
+        """Return the step of some slices, whose rows begin at ``starts``.
 
         Blocks of rows and rows that stand alone have tables of their own, unless the implementation takes whole steps
         and gathers them itself."""
@@ -183,24 +183,24 @@ class StepTables:
         return step
 
     def forget(self) -> None:
-        """Discards the tables, so that the next step makes new ones whatever its rows are."""
+        """Discard the tables, so that the next step makes new ones whatever its rows are."""
         self._last = []
 
     def continues(self, slices: Sequence[BatchSlice]) -> bool:
-        """Returns whether a step of single rows is the last one asked about, one token further, for tables that others
+        """Return whether a step of single rows is the last one asked about, one token further, for tables that others
         keep; never for a model with windows, which move."""
         continues = self._continues([(part, row) for row, part in enumerate(slices)])
         return continues and not self._has_windows
 
     def alone(self, slices: Sequence[BatchSlice]) -> tuple[list[Write], list[KindCalls]]:
-        """Returns the writes of a step of single rows, and their attention calls by kind of layer."""
+        """Return the writes of a step of single rows, and their attention calls by kind of layer."""
         parts = [self._part(part, row) for row, part in enumerate(slices)]
         calls = self._calls(parts)
         kinds = [self._model.kind_calls(i, calls[kind.pattern]) for i, kind in enumerate(self._model.kinds)]
         return [part.write for part in parts], kinds
 
     def _continues(self, alone: Sequence[tuple[BatchSlice, int]]) -> bool:
-        """Returns whether these rows are the last step's, one token further, and remembers them."""
+        """Return whether these rows are the last step's, one token further, and remember them."""
         state = (self._pool.moves, self._model.partial, self._model.streams, self._model.triton)
         last = self._last
         same, self._state = state == self._state and len(last) == len(alone), state
@@ -212,7 +212,7 @@ class StepTables:
         return False
 
     def single_rows(self, alone: list[tuple[BatchSlice, int]]) -> tuple[list[SingleRows], RowWrites | None]:
-        """Returns the tables of the rows that stand alone, each given with its place in the step: their spans by kind
+        """Return the tables of the rows that stand alone, each given with its place in the step: their spans by kind
         of layer, and their writes (None: written like blocks, because layers differ in their heads). They are the same
         objects as those of the last step where this one continues it."""
         if self._continues(alone) and not self._has_windows:
@@ -239,7 +239,7 @@ class StepTables:
         )
 
     def _whole(self, step: Step, alone: list[tuple[BatchSlice, int]]) -> StepKernel:
-        """Returns the tables of a step of single rows for an implementation that takes it whole."""
+        """Return the tables of a step of single rows for an implementation that takes it whole."""
         continues = self._continues(alone) and not self._has_windows
         last: Any = self._kernel
         if continues and (advanced := last.advance()) is not None:
@@ -261,6 +261,6 @@ class StepTables:
         return PlacedSlice(rows, lo, hi, start, fresh, spans, self._model.gathers_spans)
 
     def _calls(self, parts: Sequence[PlacedSlice]) -> dict[Pattern, list[SpanCall]]:
-        """Returns the calls of the rows for each kind of layer. Kinds with the same pattern share them."""
+        """Return the calls of the rows for each kind of layer. Kinds with the same pattern share them."""
         patterns = {kind.pattern for kind in self._model.kinds}
         return {pattern: [call for part in parts for call in part.calls(pattern)] for pattern in patterns}

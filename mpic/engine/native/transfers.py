@@ -104,7 +104,7 @@ class Transfers:
     def copy_beside(
         self, copies: Copies | None, staging: Staging | None = None, readback: Readback | None = None
     ) -> None:
-        """Sets how chunks reach the device, before any is loaded or saved, and allocates the ring. None: host memory is
+        """Set how chunks reach the device, before any is loaded or saved, and allocate the ring. None: host memory is
         filled directly, and other devices copy when a load is done.
 
         Args:
@@ -141,7 +141,7 @@ class Transfers:
     # ---- reading
 
     def load(self, linked: LinkedChunk, order: float) -> None:
-        """Starts to read a chunk from the store into its resident's extent, which may not move meanwhile.
+        """Start to read a chunk from the store into its resident's extent, which may not move meanwhile.
 
         Host memory is filled straight from the store. For CUDA it is copied from page-locked memory on a stream of its
         own (``DeviceLoad``). Links may follow either load layer by layer. For another device the whole chunk is read
@@ -216,7 +216,7 @@ class Transfers:
             raise
 
     def _queue_of(self, linked: LinkedChunk) -> LoadQueue:
-        """Returns the threads that read a chunk. Those of a tier beyond the disk are others, because its store may keep
+        """Return the threads that read a chunk. Those of a tier beyond the disk are others, because its store may keep
         them waiting."""
         assert linked.stored is not None  # it is asked about chunks that are read
         if linked.stored.tier in ("host", "disk"):
@@ -260,7 +260,7 @@ class Transfers:
             self._tombstones.end(began)
 
     def _let_go(self, resident: Resident) -> None:
-        """Ends what a load does to a resident's extent while it runs."""
+        """End what a load does to a resident's extent while it runs."""
         resident.extent.fixed -= 1
         self.loading -= 1
 
@@ -278,7 +278,7 @@ class Transfers:
         return getattr(error, "reason", "corrupt")
 
     def barrier(self, requests: Iterable[Request]) -> LayerBarrier | None:
-        """Returns the barrier of a step with rows of these requests: the loads that it runs beside, or None."""
+        """Return the barrier of a step with rows of these requests: the loads that it runs beside, or None."""
         if not self.loading:
             return None
         loads = {linked.resident.progress for request in requests for linked in request.prompt.needed}
@@ -286,13 +286,13 @@ class Transfers:
         return LayerBarrier(loads, self.patience) if loads else None
 
     def stop_waiting(self) -> None:
-        """Ends the waiting of the step under way. May be called from any thread."""
+        """End the waiting of the step under way. May be called from any thread."""
         self._signal.close()
 
     # ---- writing
 
     def save(self, resident: Resident, futures: list[Future[int]], began: float) -> None:
-        """Copies a compiled chunk to the store in the background (MPIC, section 4.1), unless it has been deleted since
+        """Copy a compiled chunk to the store in the background (MPIC, section 4.1), unless it has been deleted since
         its KV was begun.
 
         Args:
@@ -315,7 +315,7 @@ class Transfers:
             self._hand_over(self._unsaved.popleft())
 
     def _hand_over(self, unsaved: Unsaved) -> Future[None]:
-        """Gives a chunk to the writer. Host memory is copied at once. Elsewhere the writer reads the resident, which it
+        """Give a chunk to the writer. Host memory is copied at once. Elsewhere the writer reads the resident, which it
         releases then: this thread allocates nothing and waits for nothing."""
         resident, futures, began = unsaved
         view = self._kv(resident)
@@ -336,7 +336,7 @@ class Transfers:
         return self._writer.submit(self._write, *about, read, futures, began)
 
     def _read_back(self, resident: Resident, view: torch.Tensor, mark: Any) -> torch.Tensor:
-        """Returns a resident's KV in host memory. Runs on the writer thread, behind the ``mark`` of the work that has
+        """Return a resident's KV in host memory. Run on the writer thread, behind the ``mark`` of the work that has
         computed it."""
         try:
             kv = torch.empty(view.shape, dtype=view.dtype)
@@ -366,7 +366,7 @@ class Transfers:
         futures: list[Future[int]],
         began: float,
     ) -> None:
-        """Saves a chunk of ``size`` bytes, whose KV ``read`` returns in host memory. Runs on the writer thread."""
+        """Save a chunk of ``size`` bytes, whose KV ``read`` returns in host memory. Run on the writer thread."""
         try:
             kv = read()
             if not self._tombstones.key_since(began, key):
@@ -385,7 +385,7 @@ class Transfers:
             self._post(lambda: self._written(size), quiet=True)
 
     def close(self) -> None:
-        """Stops reading and writes what is unsaved. Called when the engine's thread has ended."""
+        """Stop reading and write what is unsaved. Called when the engine's thread has ended."""
         if self._ring is not None:
             try:
                 self._ring.close()  # who waits for a slot ends now
@@ -400,7 +400,7 @@ class Transfers:
 
 
 def chunks_arrived(request: Request, barrier: LayerBarrier) -> bool:
-    """Returns whether every layer that the request's rows attended to was loaded in time."""
+    """Return whether every layer that the request's rows attended to was loaded in time."""
     loads = {linked.resident.progress for linked in request.prompt.needed} - {None}
     request.times.ready = max((request.times.ready, *(load.ended for load in loads)))
     return not loads & barrier.missed

@@ -66,12 +66,12 @@ class Turns:
         self._shares: dict[str, Share] = {}
 
     def waiting(self) -> dict[str, int]:
-        """Returns how many requests of each user wait. May be called from any thread."""
+        """Return how many requests of each user wait. May be called from any thread."""
         queues = [(user, list(share.waiting)) for user, share in list(self._shares.items()) if share.waiting]
         return {user: sum(isinstance(item, Request) for item in queue) for user, queue in queues}
 
     def forget(self) -> None:
-        """Forgets what was computed for whom, when nobody has anything in the engine."""
+        """Forget what was computed for whom, when nobody has anything in the engine."""
         self._shares.clear()
 
     # ---- what users have
@@ -96,11 +96,11 @@ class Turns:
         share.pages = None
 
     def moved(self, request: Request) -> None:
-        """Records that a running request holds other pages than before."""
+        """Record that a running request holds other pages than before."""
         self._shares[request.user].pages = None
 
     def computed(self, user: str, rows: Request | CompileJob, end: int) -> None:
-        """Records rows up to ``end`` of a prompt or a chunk that are computed for a user. What a preempted request has
+        """Record rows up to ``end`` of a prompt or a chunk that are computed for a user. What a preempted request has
         lost is not counted twice."""
         if isinstance(rows, Request):
             begin = max(rows.computed, rows.charged)
@@ -121,7 +121,7 @@ class Turns:
     # ---- who is next
 
     def next(self, without: Collection[str]) -> Request | CompileRequest | None:
-        """Returns the first of the queue, or None. Uploads come after all requests of other users.
+        """Return the first of the queue, or None. Uploads come after all requests of other users.
 
         Args:
             without: users whose turn is over.
@@ -170,7 +170,7 @@ class Turns:
     # ---- who makes room
 
     def room_for(self, item: Request | CompileRequest, pages: int) -> Iterator[Request]:
-        """Yields the running requests that may be preempted for an item, in order: always the youngest of the user with
+        """Yield the running requests that may be preempted for an item, in order: always the youngest of the user with
         the largest dominant share who may lose it. That is one who still has as much without it as the item's user
         has with the item; or, if that user has nothing running and the item is a request, one who has others running
         or has had ``SLICE`` rows more.
@@ -204,7 +204,7 @@ class Turns:
                 others.remove(share)
 
     def most(self) -> Request:
-        """Returns the youngest running request of the user whose running ones hold the most pages."""
+        """Return the youngest running request of the user whose running ones hold the most pages."""
         shares = [share for share in self._shares.values() if share.running]
         return max(shares, key=lambda s: (self._held(s), s.running[-1].arrived)).running[-1]
 
@@ -218,7 +218,7 @@ class Turns:
 
 
 def _pages(running: Collection[Request]) -> int:
-    """Returns the pages that requests hold."""
+    """Return the pages that requests hold."""
     residents = {linked.resident for request in running for linked in request.prompt.needed}
     extents = [holder.extent for holder in (*running, *residents) if holder is not None]
     return sum(extent.pages for extent in extents if extent is not None)

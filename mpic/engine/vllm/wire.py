@@ -35,7 +35,7 @@ DISK_FULL, NO_MEMORY, NOT_WRITTEN = "-full.failed", "-memory.failed", "-error.fa
 
 
 def unknown_version(version: str) -> str | None:
-    """Returns the reason why a version of vLLM is not supported, or None if it is."""
+    """Return the reason why a version of vLLM is not supported, or None if it is."""
     if ".".join(version.split(".")[:2]) in KNOWN_VERSIONS:
         return None
     known = " and ".join(KNOWN_VERSIONS)
@@ -85,7 +85,7 @@ class LinkOrder:
     chunks: tuple[ChunkRef, ...]
 
     def params(self) -> dict[str, Any]:
-        """The value of ``kv_transfer_params``."""
+        """Return the value of ``kv_transfer_params``."""
         return {FIELD: {"version": VERSION, "link": asdict(self)}}
 
 
@@ -102,7 +102,7 @@ class CompileOrder:
     skip: int = 0
 
     def params(self) -> dict[str, Any]:
-        """The value of ``kv_transfer_params``."""
+        """Return the value of ``kv_transfer_params``."""
         return {FIELD: {"version": VERSION, "compile": asdict(self)}}
 
 
@@ -110,7 +110,7 @@ Order = LinkOrder | CompileOrder
 
 
 def packet_ids(ids: Sequence[int], header: int, trailer: int) -> tuple[int, ...]:
-    """Returns the ids of a chunk's packet (``mpic.packet``) in a prompt.
+    """Return the ids of a chunk's packet (``mpic.packet``) in a prompt.
 
     Args:
         ids: of the chunk's own tokens.
@@ -121,7 +121,7 @@ def packet_ids(ids: Sequence[int], header: int, trailer: int) -> tuple[int, ...]
 
 
 def part_name(tensor: int, pipeline: int) -> str:
-    """Returns the stem of the file that a worker writes its part of a compiled chunk to.
+    """Return the stem of the file that a worker writes its part of a compiled chunk to.
 
     Args:
         tensor, pipeline: the worker's tensor-parallel and pipeline-parallel ranks.
@@ -130,7 +130,7 @@ def part_name(tensor: int, pipeline: int) -> str:
 
 
 def make_link_order(plan: LinkPlan, files: Sequence[tuple[str, str] | None]) -> LinkOrder:
-    """Returns the link order of a plan.
+    """Return the link order of a plan.
 
     Args:
         files: ``(path, key digest)`` for each chunk of the plan, or None for one that needs no file (text that is
@@ -152,7 +152,7 @@ def make_link_order(plan: LinkPlan, files: Sequence[tuple[str, str] | None]) -> 
 
 
 def parse(params: Mapping[str, Any] | None, prompt_tokens: int) -> Order | None:
-    """Returns the order in ``kv_transfer_params``; None when there is none.
+    """Return the order in ``kv_transfer_params``; None when there is none.
 
     Raises:
         BadOrder: the order is not as ``LinkOrder`` and ``CompileOrder`` say; the message names the field.
@@ -215,7 +215,7 @@ def _gaps(rows: Iterable[tuple[int, int]]) -> Iterable[tuple[int, int]]:
 
 
 def _check_covered(rows: Iterable[tuple[int, int]], chunks: Sequence[ChunkRef]) -> None:
-    """Raises BadOrder unless every token that is not computed is in a chunk. One pass over both: an order may have as
+    """Raise BadOrder unless every token that is not computed is in a chunk. One pass over both: an order may have as
     many ranges as tokens, and the scheduler, which checks it, has one thread."""
     following = iter(chunks)
     start = end = 0
@@ -278,7 +278,7 @@ def _is_int(value: Any) -> bool:
 
 
 def cache_salt(secret: bytes, user: str, *parts: str) -> str:
-    """Returns the cache salt of a request. Blocks are only found by requests with the same salt.
+    """Return the cache salt of a request. Blocks are only found by requests with the same salt.
 
     The hashes of a link's blocks know neither its images (its prompt is token ids) nor its policy, so the salt must. It
     is the same for the turns of a conversation that link the same chunks with the same policy, and for nothing else.

@@ -100,7 +100,7 @@ class Catalog:
         self._migrate()
 
     def read(self, sql: str, *values: Any, **named: Any) -> list[Row]:
-        """Returns the rows of a query (placeholders positional or named) as of the last commit. It never waits for the
+        """Return the rows of a query (placeholders positional or named) as of the last commit. It never waits for the
         writer.
 
         Raises:
@@ -120,18 +120,18 @@ class Catalog:
                     db.close()
 
     def probe(self) -> None:
-        """Reads the file anew, past what open connections keep of it in memory. Raises as ``read``."""
+        """Read the file anew, past what open connections keep of it in memory. Raise as ``read``."""
         with translated(NAME, ADVICE), closing(self._reader()) as db:
             db.execute("SELECT 1 FROM files LIMIT 1").fetchone()
 
     def one(self, sql: str, *values: Any) -> Row | None:
-        """Returns the first row of a query, or None."""
+        """Return the first row of a query, or None."""
         rows = self.read(sql, *values)
         return rows[0] if rows else None
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """Runs a transaction, which is committed and durable when the block ends, and undone when it raises.
+        """Run a transaction, which is committed and durable when the block ends, and undone when it raises.
 
         Raises:
             StorageFull: the disk is full; nothing was changed.
@@ -161,7 +161,7 @@ class Catalog:
             self._lock.release()
 
     def if_undone(self, action: Callable[[Connection], None]) -> None:
-        """Registers, within a transaction, what to do if it is undone, for what a rollback does not reach.
+        """Register, within a transaction, what to do if it is undone, for what a rollback does not reach.
 
         Args:
             action: called once the transaction is undone, while no other can begin. It reads the rows as they are then,
@@ -170,20 +170,20 @@ class Catalog:
         self._undone.append(action)
 
     def add_user(self, db: Connection, user: str, now: float) -> None:
-        """Ensures, within a transaction, that a user has a row."""
+        """Ensure, within a transaction, that a user has a row."""
         db.execute("INSERT OR IGNORE INTO users (id, created_at) VALUES (?, ?)", (user, now))
 
     def add_tombstones(self, db: Connection, paths: Iterable[str], now: float) -> None:
-        """Remembers, within the transaction that deletes the rows of these files, that they were deleted."""
+        """Remember, within the transaction that deletes the rows of these files, that they were deleted."""
         db.executemany("INSERT OR REPLACE INTO deleted VALUES (?, ?)", [(path, now) for path in paths])
 
     def tombstones(self, paths: Iterable[str]) -> set[str]:
-        """Returns the paths that have a tombstone."""
+        """Return the paths that have a tombstone."""
         sql = "SELECT path FROM deleted WHERE path IN (SELECT value FROM json_each(?))"
         return {row["path"] for row in self.read(sql, json.dumps(list(paths)))}
 
     def drop_tombstones(self, before: float) -> None:
-        """Drops the tombstones of files that were deleted before this time, unless a file could not be removed, or
+        """Drop the tombstones of files that were deleted before this time, unless a file could not be removed, or
         cannot be looked at, or a remote store has yet to be told."""
         rows = self.read("SELECT path FROM deleted WHERE at < ? AND path NOT LIKE ?", before, f"{OWED}%")
         gone = [(row["path"],) for row in rows if self._is_gone(row["path"])]
@@ -192,21 +192,21 @@ class Catalog:
                 db.executemany("DELETE FROM deleted WHERE path = ?", gone)
 
     def _is_gone(self, path: str) -> bool:
-        """Returns whether there is certainly no such file in the library."""
+        """Return whether there is certainly no such file in the library."""
         try:
             return status_of(self.path.parent / path) is None
         except OSError:
             return False
 
     def newest(self) -> float:
-        """Returns the newest time at which something is recorded to have happened, in seconds since the epoch; 0 if
+        """Return the newest time at which something is recorded to have happened, in seconds since the epoch; 0 if
         nothing has."""
         times = " UNION ALL ".join(f"SELECT MAX({column}) AS at FROM {table}" for table, column in TIMES)
         [row] = self.read(f"SELECT MAX(at) AS newest FROM ({times})")
         return row["newest"] or 0.0
 
     def identify(self, library: str) -> None:
-        """Writes the id of the library into a catalogue that has none.
+        """Write the id of the library into a catalogue that has none.
 
         Raises:
             IntegrityError: it is the catalogue of another library.
@@ -219,7 +219,7 @@ class Catalog:
             raise IntegrityError(f"{self.path} is the catalogue of the library {row['id']}, not of {library}")
 
     def settle_paths(self) -> None:
-        """Gives every row the path that its owner and its id imply, whatever it said: files are read and deleted by
+        """Give every row the path that its owner and its id imply, whatever it said: files are read and deleted by
         these paths, and the catalogue may come from a stranger's backup. Rows that no library writes are deleted.
 
         Raises:
@@ -256,14 +256,14 @@ class Catalog:
                 db.execute("DELETE FROM caches WHERE id IS ?", (name,))
 
     def check(self) -> None:
-        """Verifies the database itself. Raises IntegrityError: it is damaged."""
+        """Verify the database itself. Raise IntegrityError: it is damaged."""
         for pragma in ("integrity_check", "foreign_key_check"):
             rows = [tuple(row) for row in self.read(f"PRAGMA {pragma}")]
             if rows not in ([], [("ok",)]):
                 raise IntegrityError(f"the catalogue fails {pragma}: {rows[:3]}")
 
     def fold(self) -> None:
-        """Folds the log into the database, whose own file then holds everything. SQLite does so on closing as well, but
+        """Fold the log into the database, whose own file then holds everything. SQLite does so on closing as well, but
         does not tell when it fails.
 
         Raises:
@@ -277,14 +277,14 @@ class Catalog:
             raise DatabaseBusy(f"{NAME} is in use, and cannot be written to its file; try again")
 
     def close(self) -> None:
-        """Closes the database; SQLite folds the log into it. No thread may be reading."""
+        """Close the database; SQLite folds the log into it. No thread may be reading."""
         with self._lock:
             while self._idle:
                 self._idle.pop().close()
             self._writer.close()
 
     def _begin(self, deadline: float) -> None:
-        """Begins a transaction, waiting for other processes until ``deadline``."""
+        """Begin a transaction, waiting for other processes until ``deadline``."""
         left = max(0, round((deadline - time.monotonic()) * 1000))
         self._writer.execute(f"PRAGMA busy_timeout = {left}")
         self._writer.execute("BEGIN IMMEDIATE")
@@ -328,12 +328,12 @@ class Catalog:
 
 
 def latest() -> int:
-    """Returns the version of the catalogues that this program writes."""
+    """Return the version of the catalogues that this program writes."""
     return FIRST + len(MIGRATIONS) - 1
 
 
 def to_row(record: File | Reference, root: Path) -> dict[str, Any]:
-    """Returns the columns of a record: the digest in place of the key, the path relative to the library's root,
+    """Return the columns of a record: the digest in place of the key, the path relative to the library's root,
     metadata as JSON."""
     values = {name: value for name, value in vars(record).items() if name != "key"}
     if values.get("split") is not None:
@@ -346,7 +346,7 @@ def to_row(record: File | Reference, root: Path) -> dict[str, Any]:
 
 
 def from_row(row: CatalogRow, root: Path) -> dict[str, Any]:
-    """Returns the fields of the record that a row holds; the inverse of ``to_row``. Raises CorruptFile: no library
+    """Return the fields of the record that a row holds; the inverse of ``to_row``. Raise CorruptFile: no library
     gives such an id."""
     values = dict(row)
     values.pop("seq", None)
@@ -363,24 +363,24 @@ def from_row(row: CatalogRow, root: Path) -> dict[str, Any]:
 
 
 def relative_path(record: File | Reference, root: Path) -> str:
-    """Returns the path of an original as the catalogue holds it."""
+    """Return the path of an original as the catalogue holds it."""
     return str(record.path.relative_to(root))
 
 
 def insert_row(db: Connection, table: str, values: Mapping[str, Any]) -> None:
-    """Inserts one row, given by column."""
+    """Insert one row, given by column."""
     columns, placeholders = ", ".join(values), ", ".join(f":{name}" for name in values)
     db.execute(f"INSERT INTO {table} ({columns}) VALUES ({placeholders})", dict(values))
 
 
 def update_row(db: Connection, table: str, values: Mapping[str, Any]) -> None:
-    """Updates the row of the same ``id`` with these values, given by column."""
+    """Update the row of the same ``id`` with these values, given by column."""
     changes = ", ".join(f"{column} = :{column}" for column in values)
     db.execute(f"UPDATE {table} SET {changes} WHERE id = :id", dict(values))
 
 
 def page_of(table: str, order: str, where: str) -> str:
-    """Returns the query of a page of a listing by age, after the row with the id ``:after`` if that is not None, of at
+    """Return the query of a page of a listing by age, after the row with the id ``:after`` if that is not None, of at
     most ``:limit`` rows; ``order`` is ``asc`` or ``desc``."""
     beyond = ">" if order == "asc" else "<"
     return f"""

@@ -52,7 +52,7 @@ class FileRows:
         return self._first(user, "id = :id", id=file_id)
 
     def missing(self, user: str, ids: Iterable[str]) -> list[str]:
-        """Returns those of some ids that no file of the user has."""
+        """Return those of some ids that no file of the user has."""
         wanted = list(ids)
         sql = f"SELECT id FROM files WHERE {ALIVE} AND id IN (SELECT value FROM json_each(:ids))"
         rows = self._catalog.read(sql, owner=user, now=self._clock(), ids=json.dumps(wanted))
@@ -60,20 +60,20 @@ class FileRows:
         return [id for id in wanted if id not in found]
 
     def of_cache(self, user: str, cache: str) -> list[File]:
-        """Returns the chunks of a cache, in order."""
+        """Return the chunks of a cache, in order."""
         sql = f"""
             SELECT files.* FROM files JOIN cache_chunks USING (id)
             WHERE {ALIVE} AND cache = :cache ORDER BY position"""
         return self._files(self._catalog.read(sql, owner=user, now=self._clock(), cache=cache))
 
     def by_handle(self, user: str, handle: str) -> File | None:
-        """Returns the file of this handle, ignoring case."""
+        """Return the file of this handle, ignoring case."""
         return self._first(user, "handle = :handle COLLATE NOCASE", handle=canonical(handle))
 
     def listing(
         self, user: str, after: str | None, limit: int, order: str, kinds: Sequence[str] | None
     ) -> list[File]:
-        """Returns at most ``limit`` uploads by age; ``order`` is ``asc`` or ``desc``, ``after`` an id that exists."""
+        """Return at most ``limit`` uploads by age; ``order`` is ``asc`` or ``desc``, ``after`` an id that exists."""
         wanted = "(:kinds IS NULL OR kind IN (SELECT value FROM json_each(:kinds)))"
         where = f"{ALIVE} AND id NOT GLOB 'cache-*' AND {wanted}"  # for the index of this condition
         values = {"owner": user, "now": self._clock(), "after": after, "limit": limit}
@@ -81,22 +81,22 @@ class FileRows:
         return self._files(self._catalog.read(page_of("files", order, where), **values))
 
     def pending(self) -> list[File]:
-        """Returns the files of all users that wait for compilation and have not expired, oldest first."""
+        """Return the files of all users that wait for compilation and have not expired, oldest first."""
         sql = "SELECT * FROM files WHERE state = 'compiling' AND (expires_at IS NULL OR expires_at > ?) ORDER BY seq"
         return self._files(self._catalog.read(sql, self._clock()))
 
     def expired(self) -> list[File]:
-        """Returns the expired files of all users."""
+        """Return the expired files of all users."""
         return self._files(self._catalog.read("SELECT * FROM files WHERE expires_at <= ?", self._clock()))
 
     def paths(self) -> set[str]:
-        """Returns the paths of all originals, relative to the root."""
+        """Return the paths of all originals, relative to the root."""
         return {row["path"] for row in self._catalog.read("SELECT path FROM files")}
 
     def insert(
         self, file: File, may_replace: Callable[[File], bool] = lambda old: False, key: KeyLimits = NO_KEY
     ) -> File | None:
-        """Commits a new file. An expired file that still holds its handle loses it.
+        """Commit a new file. An expired file that still holds its handle loses it.
 
         Args:
             may_replace: called within the transaction with the file that has the handle; returns whether that file may
@@ -123,7 +123,7 @@ class FileRows:
             return old
 
     def insert_in(self, db: Connection, file: File, key: KeyLimits = NO_KEY) -> None:
-        """Inserts a row within a transaction. Raises as ``insert``."""
+        """Insert a row within a transaction. Raise as ``insert``."""
         self._catalog.add_user(db, file.owner, file.created_at)
         if file.handle is not None:
             self._claim_handle(db, file.owner, file.handle, file.id)
@@ -131,7 +131,7 @@ class FileRows:
         insert_row(db, "files", self.values(file))
 
     def _holder(self, db: Connection, file: File) -> File | None:
-        """Returns, within a transaction, the file that has the handle of a new one."""
+        """Return, within a transaction, the file that has the handle of a new one."""
         if file.handle is None:
             return None
         sql = f"SELECT * FROM files WHERE {ALIVE} AND handle = :handle COLLATE NOCASE"
@@ -139,23 +139,23 @@ class FileRows:
         return next(iter(self._files(db.execute(sql, values).fetchall())), None)
 
     def values(self, file: File) -> dict[str, Any]:
-        """Returns the columns of a file's row."""
+        """Return the columns of a file's row."""
         return to_row(file, self._root)
 
     def check_quota(
         self, user: str, size: int, files: int = 1, key: KeyLimits = NO_KEY, db: Connection | None = None
     ) -> None:
-        """Checks that the user may store this many more originals of ``size`` bytes; see ``check_originals``."""
+        """Check that the user may store this many more originals of ``size`` bytes; see ``check_originals``."""
         read = self._catalog.read if db is None else lambda sql, *values: db.execute(sql, values).fetchall()
         check_originals(read, user, files, size, self._limits, key, self._clock())
 
     def set_expiry(self, user: str, file_id: str, expires_at: float | None) -> None:
-        """Sets when a file expires, in seconds since the epoch. A file that has expired stays expired."""
+        """Set when a file expires, in seconds since the epoch. A file that has expired stays expired."""
         with self._catalog.write() as db:
             self._set(db, user, file_id, "expires_at", expires_at)
 
     def set_handle(self, user: str, file_id: str, handle: str | None) -> None:
-        """Gives a file another handle, or none. A file that has expired keeps its own.
+        """Give a file another handle, or none. A file that has expired keeps its own.
 
         Raises:
             HandleTaken: another file of the user has this handle.
@@ -166,7 +166,7 @@ class FileRows:
             self._set(db, user, file_id, "handle", handle)
 
     def _claim_handle(self, db: Connection, user: str, handle: str, file_id: str) -> None:
-        """Checks within a transaction that no other file has a handle; an expired one loses it."""
+        """Check within a transaction that no other file has a handle; an expired one loses it."""
         where = "owner = ? AND handle = ? COLLATE NOCASE AND id != ?"
         own = (user, handle, file_id)
         db.execute(f"UPDATE files SET handle = NULL WHERE {where} AND expires_at <= ?", (*own, self._clock()))
@@ -178,7 +178,7 @@ class FileRows:
             self._set(db, user, file_id, "pinned", pinned)
 
     def _set(self, db: Connection, user: str, file_id: str, column: str, value: Any) -> None:
-        """Changes a column of a file that has not expired, within a transaction."""
+        """Change a column of a file that has not expired, within a transaction."""
         sql = f"UPDATE files SET {column} = :value WHERE id = :id AND {ALIVE}"
         values = {"value": value, "id": file_id, "owner": user, "now": self._clock()}
         if db.execute(sql, values).rowcount:
@@ -187,7 +187,7 @@ class FileRows:
     def set_cut(
         self, db: Connection, file: File, split: dict[str, Any] | None, content: ChunkKey, pages: int | None
     ) -> list[ChunkKey]:
-        """Sets, within a transaction, what the text of a document is and how it is to be cut, and forgets its pieces.
+        """Set, within a transaction, what the text of a document is and how it is to be cut, and forget its pieces.
 
         Returns:
             The contents that the document held before and no file of the owner holds any more.
@@ -206,7 +206,7 @@ class FileRows:
             db.execute(sql, (state, tokens, error, user, file_id))
 
     def delete(self, db: Connection, file: File, expired: bool) -> bool:
-        """Deletes a file's row within a transaction.
+        """Delete a file's row within a transaction.
 
         Returns:
             False if the row was deleted meanwhile or, with ``expired``, the file has not expired after all.
@@ -218,14 +218,14 @@ class FileRows:
         return True
 
     def caches_of(self, db: Connection, files: Iterable[File]) -> list[str]:
-        """Returns, within a transaction, the ids of the explicit caches that these files are chunks of."""
+        """Return, within a transaction, the ids of the explicit caches that these files are chunks of."""
         ids = json.dumps([file.id for file in files])
         sql = "SELECT DISTINCT cache FROM cache_chunks WHERE id IN (SELECT value FROM json_each(?))"
         return [row["cache"] for row in db.execute(sql, (ids,))]
 
     def settle_caches(self, db: Connection, caches: Iterable[str]) -> list[Path]:
-        """Finishes a transaction that has deleted chunks of these caches: deletes the caches that have none left, and
-        rewrites the sidecars of the others.
+        """Finish a transaction that has deleted chunks of these caches: delete the caches that have none left, and
+        rewrite the sidecars of the others.
 
         Returns:
             Sidecars to remove once the transaction is committed.
@@ -242,17 +242,17 @@ class FileRows:
         return empty
 
     def has_content(self, db: Connection, owner: str, key: ChunkKey) -> bool:
-        """Tells, within a transaction, whether a file of this owner holds this content."""
+        """Tell, within a transaction, whether a file of this owner holds this content."""
         sql = "SELECT 1 FROM contents WHERE owner = ? AND digest = ? AND kind = ?"
         return db.execute(sql, (owner, key.digest, key.kind)).fetchone() is not None
 
     def pieces(self, file_id: str) -> list[DocumentPiece]:
-        """Returns the pieces of a document in order; none while it is not cut."""
+        """Return the pieces of a document in order; none while it is not cut."""
         sql = 'SELECT start, "end", digest, page FROM pieces WHERE file = ? ORDER BY position'
         return [DocumentPiece(*row) for row in self._catalog.read(sql, file_id)]
 
     def with_pieces(self, user: str, beginnings: Iterable[str]) -> dict[str, list[str]]:
-        """Returns the user's documents that have pieces whose digests begin like this: file id -> these beginnings."""
+        """Return the user's documents that have pieces whose digests begin like this: file id -> these beginnings."""
         sql = """
             SELECT DISTINCT files.id, wanted.value AS beginning FROM json_each(?) AS wanted
             CROSS JOIN pieces ON pieces.digest BETWEEN wanted.value AND wanted.value || 'g'  -- after the hex digits
@@ -263,7 +263,7 @@ class FileRows:
         return found
 
     def counts(self, user: str, ids: Iterable[str]) -> dict[str, int]:
-        """Returns the number of pieces of those of the user's files that are documents which are cut, by id."""
+        """Return the number of pieces of those of the user's files that are documents which are cut, by id."""
         count = "(SELECT COUNT(*) FROM pieces WHERE file = files.id) AS pieces"
         sql = f"""
             SELECT files.id, {count} FROM json_each(:ids) AS asked CROSS JOIN files ON files.id = asked.value
@@ -272,7 +272,7 @@ class FileRows:
         return {row["id"]: row["pieces"] for row in rows if row["pieces"]}
 
     def set_pieces(self, file: File, pieces: Iterable[DocumentPiece]) -> list[DocumentPiece] | None:
-        """Records the pieces into which a document was cut, unless some have been recorded already, and returns the
+        """Record the pieces into which a document was cut, unless some have been recorded already, and return the
         recorded ones; None if it was deleted meanwhile, or is to be cut in another way than ``file`` says."""
         with self._catalog.write() as db:
             row = db.execute("SELECT split FROM files WHERE id = ?", (file.id,)).fetchone()
@@ -284,7 +284,7 @@ class FileRows:
         return self.pieces(file.id)
 
     def keys_of(self, db: Connection, file: File) -> list[ChunkKey]:
-        """Returns, within a transaction, the contents that a file stands for."""
+        """Return, within a transaction, the contents that a file stands for."""
         rows = db.execute("SELECT digest FROM pieces WHERE file = ?", (file.id,)).fetchall()
         return list(dict.fromkeys([file.key, *(ChunkKey(file.kind, row["digest"]) for row in rows)]))
 

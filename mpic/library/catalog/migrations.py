@@ -157,7 +157,7 @@ REFERENCE = """
 
 
 def migration(step: Migration) -> Migration:
-    """Registers a step. Steps run once, in the order of this file, each in its own transaction."""
+    """Register a step. Steps run once, in the order of this file, each in its own transaction."""
     MIGRATIONS.append(step)
     return step
 
@@ -186,7 +186,7 @@ def m007_schema(db: sqlite3.Connection) -> None:
 
 @migration
 def m008_pieces_of_files(db: sqlite3.Connection) -> None:
-    """Adds documents that are cut: ``split`` says how, and NULL means that a file is one chunk. Their pieces are
+    """Add documents that are cut: ``split`` says how, and NULL means that a file is one chunk. Their pieces are
     computed from the text when they are first needed; ``start`` and ``end`` are characters of it."""
     db.execute("ALTER TABLE files ADD COLUMN split TEXT")
     db.execute("""
@@ -210,13 +210,13 @@ def m008_pieces_of_files(db: sqlite3.Connection) -> None:
 
 @migration
 def m009_presses_of_files(db: sqlite3.Connection) -> None:
-    """Adds files whose upload said how they are compressed: ``press`` names it, empty where nothing was said."""
+    """Add files whose upload said how they are compressed: ``press`` names it, empty where nothing was said."""
     db.execute("ALTER TABLE files ADD COLUMN press TEXT NOT NULL DEFAULT ''")
 
 
 @migration
 def m010_clips(db: sqlite3.Connection) -> None:
-    """Lets a file be a clip. The check of a column cannot be changed, so the column is made anew; the view, which has
+    """Let a file be a clip. The check of a column cannot be changed, so the column is made anew; the view, which has
     it, too. (To drop the table would delete what refers to it.)"""
     [view] = db.execute("SELECT sql FROM sqlite_schema WHERE type = 'view' AND name = 'contents'").fetchone()
     db.execute("DROP VIEW contents")
@@ -231,19 +231,19 @@ def m010_clips(db: sqlite3.Connection) -> None:
 
 @migration
 def m011_listings_of_uploads(db: sqlite3.Connection) -> None:
-    """Lets a listing of files pass over the chunks of caches, of which a user may have thousands."""
+    """Let a listing of files pass over the chunks of caches, of which a user may have thousands."""
     db.execute("CREATE INDEX files_uploads ON files (owner) WHERE id NOT GLOB 'cache-*'")
 
 
 @migration
 def m012_formats_of_texts(db: sqlite3.Connection) -> None:
-    """Adds the form in which an original holds its text: an encoding, empty where that is UTF-8 or no text."""
+    """Add the form in which an original holds its text: an encoding, empty where that is UTF-8 or no text."""
     for table in ("files", "refs", "retired_refs"):
         db.execute(f"ALTER TABLE {table} ADD COLUMN format TEXT NOT NULL DEFAULT ''")
 
 
 @migration
 def m013_pages(db: sqlite3.Connection) -> None:
-    """Adds the number of a document's pages, and the page of each of its pieces; NULL for files without pages."""
+    """Add the number of a document's pages, and the page of each of its pieces; NULL for files without pages."""
     db.execute("ALTER TABLE files ADD COLUMN pages INTEGER")
     db.execute("ALTER TABLE pieces ADD COLUMN page INTEGER")

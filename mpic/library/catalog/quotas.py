@@ -21,7 +21,7 @@ YOURS = "your quota"
 
 
 def quota(read: Read, user: str, what: str, limits: Limits) -> int:
-    """Returns a user's own quota of ``files``, ``bytes`` (of originals) or ``disk`` (bytes of compiled chunks), or
+    """Return a user's own quota of ``files``, ``bytes`` (of originals) or ``disk`` (bytes of compiled chunks), or
     that of the limits when the user has none of its own; 0 means no quota."""
     own = _own(read, user, what)
     return getattr(limits, f"user_{what}" if what != "disk" else "user_disk_bytes") if own is None else own
@@ -35,7 +35,7 @@ def _own(read: Read, user: str, what: str) -> int | None:
 def check_originals(
     read: Read, user: str, files: int, size: int, limits: Limits, key: KeyLimits, now: float
 ) -> None:
-    """Checks that the user may store ``files`` more originals of ``size`` bytes in all. Expired files do not count.
+    """Check that the user may store ``files`` more originals of ``size`` bytes in all. Expired files do not count.
 
     Raises:
         StorageQuotaExceeded: a quota of the user or the key would be exceeded.
@@ -63,11 +63,11 @@ def check_originals(
 
 
 def _exceeded(quotas: dict[str, tuple[int, str]], have: dict[str, int], wanted: dict[str, int]) -> str | None:
-    """Returns the quantity that would exceed a quota, ``files`` or ``bytes``."""
+    """Return the quantity that would exceed a quota, ``files`` or ``bytes``."""
     return next((w for w, (most, _) in quotas.items() if most and have[w] + wanted[w] > most), None)
 
 
 def _tightest(read: Read, user: str, what: str, limits: Limits, key: KeyLimits) -> tuple[int, str]:
-    """Returns the smallest quota (0: there is none) and the words that name its owner."""
+    """Return the smallest quota (0: there is none) and the words that name its owner."""
     found = [(quota(read, user, what, limits), YOURS), (getattr(key, what) or 0, "your key's quota")]
     return min((one for one in found if one[0]), default=(0, ""))

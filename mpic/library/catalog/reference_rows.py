@@ -45,34 +45,34 @@ class ReferenceRows:
         return {reference.id: reference for reference in self._read(sql, json.dumps(ids))}
 
     def exists(self, reference: Reference) -> bool:
-        """Returns whether this version is current, or retired and not collected yet."""
+        """Return whether this version is current, or retired and not collected yet."""
         sql = "SELECT 1 FROM {} WHERE id = ? AND version = ? AND path = ?"
         name = self._name(reference)
         return any(self._catalog.one(sql.format(table), *name) for table in ("refs", "retired_refs"))
 
     def listing(self, after: str | None, limit: int, order: str, kind: str | None) -> list[Reference]:
-        """Returns at most ``limit`` references by age; ``order`` is ``asc`` or ``desc``, ``after`` an existing id."""
+        """Return at most ``limit`` references by age; ``order`` is ``asc`` or ``desc``, ``after`` an existing id."""
         sql = page_of("refs", order, "(:kind IS NULL OR kind = :kind)")
         return self._parse(self._catalog.read(sql, after=after, limit=limit, kind=kind))
 
     def pending(self) -> list[Reference]:
-        """Returns the references that wait for compilation, oldest first."""
+        """Return the references that wait for compilation, oldest first."""
         return self._read("SELECT * FROM refs WHERE state = 'compiling' ORDER BY seq")
 
     def retired(self) -> list[Reference]:
         return self._read("SELECT * FROM retired_refs")
 
     def totals(self) -> tuple[int, int]:
-        """Returns the number of references and the bytes of their originals."""
+        """Return the number of references and the bytes of their originals."""
         return tuple(self._catalog.read("SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM refs")[0])
 
     def paths(self) -> set[str]:
-        """Returns the paths of all originals, of retired versions too, relative to the root."""
+        """Return the paths of all originals, of retired versions too, relative to the root."""
         rows = self._catalog.read("SELECT path FROM refs UNION ALL SELECT path FROM retired_refs")
         return {row["path"] for row in rows}
 
     def insert(self, reference: Reference, publish: Callable[[Sidecar], None]) -> Reference:
-        """Commits a new reference. Where an earlier reference of the same id has left a version or a vector, the
+        """Commit a new reference. Where an earlier reference of the same id has left a version or a vector, the
         numbers of its versions continue.
 
         Args:
@@ -99,7 +99,7 @@ class ReferenceRows:
     def replace(
         self, reference_id: str, make: Callable[[Reference], Reference], publish: Callable[[Sidecar], None]
     ) -> tuple[Reference, Reference] | None:
-        """Commits a new version in place of the current one, which is retired.
+        """Commit a new version in place of the current one, which is retired.
 
         Args:
             make: returns the new version from the current one, whose number it need not change. It is called within
@@ -129,7 +129,7 @@ class ReferenceRows:
         return True
 
     def collect(self, db: Connection, reference: Reference) -> bool:
-        """Deletes the row of a retired version within a transaction; False when that has happened already."""
+        """Delete the row of a retired version within a transaction; False when that has happened already."""
         sql = "DELETE FROM retired_refs WHERE id = ? AND version = ?"
         if db.execute(sql, (reference.id, reference.version)).rowcount == 0:
             return False
@@ -137,7 +137,7 @@ class ReferenceRows:
         return True
 
     def has_content(self, db: Connection, key: ChunkKey, retired: bool) -> bool:
-        """Tells, within a transaction, whether a reference (or, with ``retired``, a retired version) holds this
+        """Tell, within a transaction, whether a reference (or, with ``retired``, a retired version) holds this
         content."""
         tables = ("refs", "retired_refs") if retired else ("refs",)
         sql = "SELECT 1 FROM {} WHERE digest = ? AND kind = ?"
@@ -152,7 +152,7 @@ class ReferenceRows:
             db.execute(sql, (state, tokens, error, *self._name(reference)))
 
     def set_pin(self, reference_id: str, pinned: bool) -> bool:
-        """Pins or unpins a reference; False when there is none of this id."""
+        """Pin or unpin a reference; False when there is none of this id."""
         sql = "UPDATE refs SET pinned = ? WHERE id = ?"
         with self._catalog.write() as db:
             exists = db.execute(sql, (pinned, reference_id)).rowcount > 0
@@ -161,7 +161,7 @@ class ReferenceRows:
             return exists
 
     def _name(self, reference: Reference) -> tuple[str, int, str]:
-        """Returns the permanent identity of a version: its id and number may be used again, but its path may not."""
+        """Return the permanent identity of a version: its id and number may be used again, but its path may not."""
         return reference.id, reference.version, relative_path(reference, self._root)
 
     def _read(self, sql: str, *values: object) -> list[Reference]:
@@ -172,7 +172,7 @@ class ReferenceRows:
 
 
 def retire(db: Connection, reference_id: str, version: int) -> bool:
-    """Keeps the current version of a reference among the retired ones, within the transaction that replaces or removes
+    """Keep the current version of a reference among the retired ones, within the transaction that replaces or remove
     it; False when it is not current any more."""
     sql = f"INSERT INTO retired_refs ({COLUMNS}) SELECT {COLUMNS} FROM refs WHERE id = ? AND version = ?"
     return db.execute(sql, (reference_id, version)).rowcount > 0

@@ -57,7 +57,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Reads the manifest of a backup.
+        """Read the manifest of a backup.
 
         Raises:
             BadRequest: the folder is not a backup of this program, or is an incomplete one.
@@ -100,7 +100,7 @@ def backup(
     user: str | None = None,
     progress: Progress = lambda done: None,
 ) -> Copied:
-    """Copies a library, also while a server has it open.
+    """Copy a library, also while a server has it open.
 
     Args:
         target: a new or an empty folder.
@@ -161,7 +161,7 @@ class _Backup:
     done: Copied = field(default_factory=Copied)
 
     def originals(self) -> None:
-        """Makes a snapshot and copies every original that it lists. If one is deleted before it is copied, another
+        """Make a snapshot and copy every original that it lists. If one is deleted before it is copied, another
         snapshot is made; copied files stay, so each round has less to do."""
         copied: set[str] = set()
         for _ in range(ROUNDS):
@@ -202,13 +202,13 @@ class _Backup:
         return {row["path"]: row for row in rows}
 
     def _still_listed(self, path: str) -> bool:
-        """Returns whether the live catalogue lists an original that is not there, which means that it is lost and was
+        """Return whether the live catalogue lists an original that is not there, which means that it is lost and was
         not deleted."""
         sql = "SELECT 1 FROM files WHERE path = ?1 UNION ALL SELECT 1 FROM refs WHERE path = ?1"
         return self._live.one(sql, path) is not None
 
     def _original(self, path: str, row: CatalogRow) -> bool:
-        """Copies an original; False if it is not there."""
+        """Copy an original; False if it is not there."""
         digest = self._take(path)
         if digest is None:
             return False
@@ -218,7 +218,7 @@ class _Backup:
         return True
 
     def _sidecars(self) -> None:
-        """Copies the sidecars that are there; a restored library writes the others."""
+        """Copy the sidecars that are there; a restored library writes the others."""
         with closing(Catalog(self._target / CATALOG, read_only=True)) as catalog:
             sidecars = Sidecars(self._root, self._filesystem)
             paths = [sidecars.path(kind, row) for kind, row in sidecars.described(catalog.read)]
@@ -226,7 +226,7 @@ class _Backup:
             self._take(str(path.relative_to(self._root)))
 
     def chunks(self, wanted: bool) -> None:
-        """Copies compiled chunks if requested. Chunks that are not copied, or that have just been evicted, are
+        """Copy compiled chunks if requested. Chunks that are not copied, or that have just been evicted, are
         removed from the snapshot."""
         with self._snapshot() as db:
             rows = (
@@ -247,7 +247,7 @@ class _Backup:
                 self.done.counts["keys"] = db.execute("SELECT COUNT(*) FROM keys").fetchone()[0]
 
     def savings(self) -> None:
-        """Copies the savings ledger, if there is one. One that cannot be read is noted and left out, because everything
+        """Copy the savings ledger, if there is one. One that cannot be read is noted and left out, because everything
         else works without it. This can be a sound one: what a killed server has half written is taken back by the next
         one that writes, and a reader cannot do that. One that is locked, or a copy that cannot be written, ends the
         backup."""
@@ -264,7 +264,7 @@ class _Backup:
             _copy(live, self._target / SAVINGS)
 
     def finish(self) -> None:
-        """Makes everything durable, before the manifest says that the backup is complete."""
+        """Make everything durable, before the manifest says that the backup is complete."""
         for name in (CATALOG, KEYS, SAVINGS):
             if (self._target / name).exists():
                 with (self._target / name).open("rb") as file:
@@ -273,7 +273,7 @@ class _Backup:
             self._filesystem.sync_folder(folder)
 
     def _take(self, path: str) -> str | None:
-        """Links or copies a file; returns its SHA-256 (empty for a link), or None if it is not there: a pipe, a folder
+        """Link or copy a file; return its SHA-256 (empty for a link), or None if it is not there: a pipe, a folder
         or a device is no file."""
         source, target = self._root / path, self._target / path
         self._filesystem.make_folder(target.parent)
@@ -299,7 +299,7 @@ class _Backup:
 
 
 def size_of(folder: Path, user: str | None = None) -> int:
-    """Returns the bytes of the originals that the catalogue of a library or of a backup lists, or of those of a
+    """Return the bytes of the originals that the catalogue of a library or of a backup lists, or of those of a
     user."""
     uri = f"{(Path(folder) / CATALOG).absolute().as_uri()}?mode=ro"
     sql = """
@@ -310,14 +310,14 @@ def size_of(folder: Path, user: str | None = None) -> int:
 
 
 def snapshot(source: Path, target: Path) -> None:
-    """Copies a consistent state of a database, even while it is being written to. Raises the errors of
+    """Copy a consistent state of a database, even while it is being written to. Raise the errors of
     ``translated``."""
     with closing(_open(source)) as live:
         _copy(live, target)
 
 
 def _open(source: Path, every_page: bool = False) -> sqlite3.Connection:
-    """Opens a database and begins to read it, so that its state stays as it is. Raises the errors of ``translated``.
+    """Open a database and begin to read it, so that its state stays as it is. Raise the errors of ``translated``.
 
     Args:
         every_page: read all of it, so that whatever fails afterwards is its copy. A page that can be read and makes no
@@ -341,7 +341,7 @@ def _open(source: Path, every_page: bool = False) -> sqlite3.Connection:
 
 
 def _copy(live: sqlite3.Connection, target: Path) -> None:
-    """Copies an open database to a new file of the same name. Raises the errors of ``translated``."""
+    """Copy an open database to a new file of the same name. Raise the errors of ``translated``."""
     with suppress(FileNotFoundError):
         target.unlink()
     name = NAMES[target.name]
@@ -355,7 +355,7 @@ def _copy(live: sqlite3.Connection, target: Path) -> None:
 
 
 def copy_file(source: Path, target: Path) -> str:
-    """Copies a file durably, except that its folder is still to be synced; returns its SHA-256.
+    """Copy a file durably, except that its folder is still to be synced; return its SHA-256.
 
     Raises:
         OSError: it cannot be read or written.
@@ -374,7 +374,7 @@ def copy_file(source: Path, target: Path) -> str:
 
 
 def _linked(source: Path, target: Path) -> bool:
-    """Makes a hard link; False if that is impossible (another file system, or one without links)."""
+    """Make a hard link; False if that is impossible (another file system, or one without links)."""
     try:
         os.link(source, target)
     except FileNotFoundError:

@@ -56,7 +56,7 @@ class ImportItem:
     error: str | None = None
 
     def content(self, largest: int | None) -> bytes:
-        """Reads the content, unless it is a file of more than ``largest`` bytes, which need not fit into memory. Raises
+        """Read the content, unless it is a file of more than ``largest`` bytes, which need not fit into memory. Raise
         TooLarge, OSError, UnicodeEncodeError."""
         if self.path is None:
             return (self.text or "").encode()
@@ -88,7 +88,7 @@ class ImportTarget(Protocol):
     async def there(self, id: str) -> KnownReference | None: ...
 
     async def add(self, item: ImportItem, content: bytes) -> str:
-        """Stores a new reference; returns its kind, which decoding found."""
+        """Store a new reference; return its kind, which decoding found."""
         ...
 
     async def replace(self, item: ImportItem, content: bytes) -> str: ...
@@ -105,7 +105,7 @@ class ImportResult(NamedTuple):
 
 
 def read_items(source: Path) -> Iterator[ImportItem]:
-    """Yields the references in a folder or in a JSONL file. One that cannot be read is an item with an ``error``.
+    """Yield the references in a folder or in a JSONL file. One that cannot be read is an item with an ``error``.
 
     Raises:
         BadRequest: the source is neither.
@@ -121,7 +121,7 @@ def read_items(source: Path) -> Iterator[ImportItem]:
 async def import_references(
     source: Path, target: ImportTarget, progress: Callable[[ImportResult], None] = lambda result: None
 ) -> list[ImportResult]:
-    """Imports every reference in ``source``; a bad one does not stop the others.
+    """Import every reference in ``source``; a bad one does not stop the others.
 
     Raises:
         BadRequest: the source is neither a folder nor a JSONL file.
@@ -138,7 +138,7 @@ async def import_references(
 
 
 def run_import(work: Coroutine[Any, Any, T]) -> T:
-    """Runs an import into a library to its end and returns its result; the first Ctrl-C ends it at once.
+    """Run an import into a library to its end and return its result; the first Ctrl-C ends it at once.
 
     ``asyncio.run`` would keep that for the next time the import waits for the event loop. It does so only for what is
     new: an import of references that are there already would run to its end.
@@ -160,7 +160,7 @@ async def _read_and_import(item: ImportItem, target: ImportTarget) -> ImportResu
 
 
 async def import_one(item: ImportItem, content: bytes, target: ImportTarget) -> ImportResult:
-    """Imports one reference into a target, unless the target has it already, unchanged.
+    """Import one reference into a target, unless the target has it already, unchanged.
 
     Raises:
         StorageFull, Unavailable: nothing more can be stored.
@@ -222,7 +222,7 @@ def _from_folder(folder: Path) -> Iterator[ImportItem]:
 
 
 def _lies_in(path: Path, folder: Path) -> bool:
-    """Returns whether the file that a path leads to, over symbolic links, is below a folder."""
+    """Return whether the file that a path leads to, over symbolic links, is below a folder."""
     return path.resolve().is_relative_to(folder.resolve())
 
 
@@ -238,7 +238,7 @@ def _from_lines(file: Path) -> Iterator[ImportItem]:
 
 
 def _from_object(value: Any, where: str, folder: Path) -> ImportItem:
-    """Raises ValueError, TypeError."""
+    """Raise ValueError, TypeError."""
     if not isinstance(value, dict):
         raise ValueError("a line holds one JSON object")
     unknown = sorted(set(value) - KEYS)
@@ -278,7 +278,7 @@ def _flat(value: Any) -> Any:
 
 
 def _id(name: str) -> str:
-    """Returns ``ref_`` and the name if that is a valid id, else ``ref_``, a readable part of it and a hash of the
+    """Return ``ref_`` and the name if that is a valid id, else ``ref_``, a readable part of it and a hash of the
     whole."""
     name = name.removeprefix("ref_")
     if PLAIN_ID.fullmatch(name):

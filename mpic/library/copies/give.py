@@ -26,7 +26,7 @@ class Given(NamedTuple):
 def give(
     library: Library, source: str, target: str, progress: Callable[[int], None] = lambda done: None
 ) -> list[Given]:
-    """Gives every upload and every explicit cache of a user to another one.
+    """Give every upload and every explicit cache of a user to another one.
 
     Each is stored durably for its new owner before the old owner loses it, so an interruption loses nothing, and the
     same call resumes. Handles, names, pins and lifetimes stay; ids and times of creation are new, and chunks are
@@ -58,7 +58,7 @@ def _files(library: Library, user: str) -> list[File]:
 
 
 def _file(library: Library, file: File, target: str, unnamed: dict[str, File]) -> Given:
-    """Gives a file; see ``_held`` for ``unnamed``."""
+    """Give a file; see ``_held`` for ``unnamed``."""
     name = file.handle or file.filename
     try:
         content = library.files.content(file.owner, file.id)
@@ -89,7 +89,7 @@ def _file(library: Library, file: File, target: str, unnamed: dict[str, File]) -
 
 
 def _held(library: Library, file: File, target: str, unnamed: dict[str, File]) -> File | None:
-    """Returns the new owner's file of the same content and handle, if there is one.
+    """Return the new owner's file of the same content and handle, if there is one.
 
     Args:
         unnamed: the new owner's files without a handle by ``_traits``; the one that is returned is taken out.
@@ -106,7 +106,7 @@ def _held(library: Library, file: File, target: str, unnamed: dict[str, File]) -
 
 
 def _traits(file: File) -> str:
-    """Returns everything that a gift keeps of a file without a handle, except pin and lifetime."""
+    """Return everything that a gift keeps of a file without a handle, except pin and lifetime."""
     traits = (file.sha256, file.filename, file.metadata, file.split, file.press)
     return json.dumps(traits, sort_keys=True)
 
@@ -121,7 +121,7 @@ def _caches(library: Library, user: str) -> list[Cache]:
 
 
 def _cache(library: Library, listed: Cache, target: str, held: dict[str, Cache]) -> Given:
-    """Gives a cache.
+    """Give a cache.
 
     Args:
         listed: the cache as it was listed; it may be gone.
@@ -146,13 +146,13 @@ def _cache(library: Library, listed: Cache, target: str, held: dict[str, Cache])
 
 
 def _cache_traits(cache: Cache) -> str:
-    """Returns everything that a gift keeps of a cache, except its lifetime."""
+    """Return everything that a gift keeps of a cache, except its lifetime."""
     chunks = [(chunk.file.sha256, chunk.start, chunk.end) for chunk in cache.chunks]
     return json.dumps((cache.name, cache.split, chunks), sort_keys=True)
 
 
 def _readable(library: Library, cache: Cache | None) -> Cache | None:
-    """Returns a cache whose chunks are as they were stored; they will be the only copies."""
+    """Return a cache whose chunks are as they were stored; they will be the only copies."""
     if cache is None:
         return None
     try:
@@ -170,5 +170,5 @@ def _latest(ends: Sequence[float | None]) -> float | None:
 
 
 def _left(library: Library, expires_at: float | None) -> int | None:
-    """Returns the seconds until something expires."""
+    """Return the seconds until something expires."""
     return None if expires_at is None else max(1, math.ceil(expires_at - library.clock()))

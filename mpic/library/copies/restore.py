@@ -58,7 +58,7 @@ REFERENCE_FIELDS = ENTRY_FIELDS | dict.fromkeys(("title", "description"), (str,)
 
 
 def restore(source: Path, root: Path, progress: Progress = lambda done: None) -> Copied:
-    """Copies a backup into a new or empty folder, which is a library once the function returns. Every original is
+    """Copy a backup into a new or empty folder, which is a library once the function returns. Every original is
     verified.
 
     Args:
@@ -114,7 +114,7 @@ def _restore(
 
 
 def _walk(source: Path) -> Iterator[str]:
-    """Yields the files of a backup below ``files`` and ``kv``, relative to it. A backup has no symbolic links and no
+    """Yield the files of a backup below ``files`` and ``kv``, relative to it. A backup has no symbolic links and no
     pipes; what they lead to is not copied."""
     for top in ("files", "kv"):
         for parent, _, names in os.walk(source / top):
@@ -140,7 +140,7 @@ class Entry(NamedTuple):
 def add(
     library: Library, source: Path, progress: Callable[[ImportResult], None] = lambda result: None
 ) -> list[ImportResult]:
-    """Puts the uploads and references of a copy into a library; files get new ids, and explicit caches are left out. It
+    """Put the uploads and references of a copy into a library; files get new ids, and explicit caches are left out. It
     can be run again: a file is left out if its owner has one of the same content and handle, a reference if it is
     unchanged. A reference that differs is replaced.
 
@@ -209,7 +209,7 @@ class _Bounded(io.RawIOBase):
 
 
 def _members(tar: tarfile.TarFile) -> dict[str, tarfile.TarInfo]:
-    """Returns the members of an export by their names.
+    """Return the members of an export by their names.
 
     Raises:
         ValueError: it has what no export has, such as a link, a device, a sparse file (whose few bytes stand for any
@@ -232,7 +232,7 @@ def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 
 
 def _object(line: bytes) -> dict[str, Any]:
-    """Parses a line of the manifest. Raises ValueError."""
+    """Parse a line of the manifest. Raise ValueError."""
     value = bounded_json.read(line, BOUNDS)
     if not isinstance(value, dict):
         raise ValueError("a line of its manifest is not an object")
@@ -240,7 +240,7 @@ def _object(line: bytes) -> dict[str, Any]:
 
 
 def _entry(line: bytes) -> dict[str, Any]:
-    """Parses the line of a file or a reference, and checks the types of its fields. Raises ValueError."""
+    """Parse the line of a file or a reference, and check the types of its fields. Raise ValueError."""
     entry = _object(line)
     types = REFERENCE_FIELDS if entry.get("what") == "reference" else FILE_FIELDS
     for name, kinds in types.items():

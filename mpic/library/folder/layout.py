@@ -57,22 +57,22 @@ DATE = re.compile(r"\d{4}-\d\d-\d\d")
 
 
 def owner_folder(owner: str) -> str:
-    """Returns the folder name of a user's files; the user's id itself never reaches the file system."""
+    """Return the folder name of a user's files; the user's id itself never reaches the file system."""
     return digest("owner", owner)
 
 
 def original_path(owner: str, file_id: str) -> str:
-    """Returns the path of an upload or a chunk of a cache, relative to the library's root."""
+    """Return the path of an upload or a chunk of a cache, relative to the library's root."""
     return f"files/{owner_folder(owner)}/{file_id}"
 
 
 def chunk_path(key: KVKey) -> Path:
-    """Returns the path of a compiled chunk, relative to the library's root."""
+    """Return the path of a compiled chunk, relative to the library's root."""
     return Path("kv", key.model[:12], owner_folder(key.owner), f"{key.digest}.safetensors")
 
 
 def path_of_row(table: str, row: CatalogRow) -> str | None:
-    """Returns the path of the file that a row of ``files``, ``refs``, ``retired_refs`` or ``chunks`` describes,
+    """Return the path of the file that a row of ``files``, ``refs``, ``retired_refs`` or ``chunks`` describes,
     relative to the library's root; None if no library gives such an id.
 
     It is made of the owner and the id. The path in the row is not followed, because a catalogue may come from anywhere
@@ -90,7 +90,7 @@ def path_of_row(table: str, row: CatalogRow) -> str | None:
 
 
 def sidecar_of(original: Path) -> Path:
-    """Returns the path of an original's sidecar."""
+    """Return the path of an original's sidecar."""
     return original.with_name(original.name + SIDECAR)
 
 
@@ -112,7 +112,7 @@ class FoundFiles:
     unknown: list[str] = field(default_factory=list)
 
     def take(self, folder: str, name: str) -> None:
-        """Records a file of ``files`` under the kind that its name implies."""
+        """Record a file of ``files`` under the kind that its name implies."""
         path = f"{folder}/{name}"
         if ORIGINAL.fullmatch(name):
             self.originals.add(path)
@@ -129,7 +129,7 @@ class FoundFiles:
 
 
 def scan(root: Path) -> FoundFiles:
-    """Lists everything in ``files`` and ``tmp``. No symbolic link is followed below these.
+    """List everything in ``files`` and ``tmp``. No symbolic link is followed below these.
 
     Raises:
         LinkedFolder: a link has the name of a user's folder, or leads to a file and has the name of an original: what
@@ -166,7 +166,7 @@ class FoundChunks:
 
 
 def scan_chunks(root: Path) -> FoundChunks:
-    """Lists everything in ``kv``. Files that a server removes meanwhile are left out.
+    """List everything in ``kv``. Files that a server removes meanwhile are left out.
 
     Raises:
         LinkedFolder: a link has the name of a folder of chunks, which would count as missing.
@@ -200,13 +200,13 @@ def scan_chunks(root: Path) -> FoundChunks:
 
 
 def holds_library_files(root: Path) -> bool:
-    """Returns whether a folder holds an original, a sidecar or a compiled chunk of a library."""
+    """Return whether a folder holds an original, a sidecar or a compiled chunk of a library."""
     found = scan(root)
     return bool(found.originals or found.sidecars or found.caches or scan_chunks(root).sizes)
 
 
 def _is_temporary(name: str) -> bool:
-    """Returns whether this is the temporary name of a sidecar or a chunk."""
+    """Return whether this is the temporary name of a sidecar or a chunk."""
     if not REWRITTEN.fullmatch(name):
         return False
     final = name[1:].rsplit(".", 2)[0]
@@ -223,7 +223,7 @@ def _refuse_link(entry: os.DirEntry[str] | Path) -> None:
 
 
 def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """Yields the entries of a folder; none when there is no such folder."""
+    """Yield the entries of a folder; none when there is no such folder."""
     try:
         with os.scandir(folder) as entries:
             yield from entries

@@ -69,12 +69,12 @@ class Marker:
     format: int = FORMAT
 
     def write(self, filesystem: FileSystem, root: Path) -> None:
-        """Writes the marker durably. Raises StorageFull: the disk is full."""
+        """Write the marker durably. Raise StorageFull: the disk is full."""
         write_durably(filesystem, root / MARKER, [memoryview(json.dumps(asdict(self)).encode() + b"\n")])
 
     @classmethod
     def read(cls, root: Path) -> Marker | None:
-        """Reads the marker of a folder; None if there is none, or none that can be read.
+        """Read the marker of a folder; None if there is none, or none that can be read.
 
         Raises:
             IntegrityError: it was written by a newer version of this program.
@@ -108,7 +108,7 @@ class CatalogState(NamedTuple):
 
 
 def inspect(root: Path, create: bool = True) -> Marker | None:
-    """Returns the marker that a folder has or should have, or None if a library can be made there. Changes nothing.
+    """Return the marker that a folder has or should have, or None if a library can be made there. Change nothing.
 
     Raises:
         The errors of ``FolderLock.acquire``.
@@ -157,7 +157,7 @@ def no_library(root: Path) -> Unavailable:
 
 
 def refuse_taken(root: Path) -> None:
-    """Refuses a folder in which one of the names that a library uses is taken.
+    """Refuse a folder in which one of the names that a library uses is taken.
 
     Raises:
         ForeignFolder: one of the names is taken.
@@ -171,7 +171,7 @@ def refuse_taken(root: Path) -> None:
 
 
 def refuse_filled(root: Path) -> None:
-    """Refuses a folder in which there is anything but empty folders, which may be mounted file systems. Another
+    """Refuse a folder in which there is anything but empty folders, which may be mounted file systems. Another
     program's file could be overwritten there, and SQLite would write a log that lies beside a database into it.
 
     Raises:
@@ -186,14 +186,14 @@ def refuse_filled(root: Path) -> None:
 
 
 def _taken(path: Path) -> bool:
-    """Returns whether something is there, other than an empty folder or a new file system."""
+    """Return whether something is there, other than an empty folder or a new file system."""
     with suppress(NotADirectoryError, FileNotFoundError):
         return any(name != "lost+found" for name in os.listdir(path))
     return os.path.lexists(path)
 
 
 def inspect_catalog(path: Path) -> CatalogState:
-    """Tells the state of the file at a catalogue's path. It is not changed, except that SQLite rolls back a
+    """Tell the state of the file at a catalogue's path. It is not changed, except that SQLite rolls back a
     journal that a crash has left, as for any reader.
 
     Raises:
@@ -237,7 +237,7 @@ def _state(path: Path) -> CatalogState:
 
 
 def _inspect(path: Path, mode: str) -> CatalogState:
-    """Tells the state of a database. Raises sqlite3.DatabaseError."""
+    """Tell the state of a database. Raise sqlite3.DatabaseError."""
     with closing(sqlite3.connect(f"{path.as_uri()}?{mode}", uri=True, timeout=PATIENCE)) as db:
         (version,) = db.execute("PRAGMA user_version").fetchone()
         tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
@@ -253,7 +253,7 @@ def _inspect(path: Path, mode: str) -> CatalogState:
 
 
 def _size(path: Path) -> int:
-    """Returns the bytes of a file, 0 if there is none, and -1 for anything that is not a file."""
+    """Return the bytes of a file, 0 if there is none, and -1 for anything that is not a file."""
     if not os.path.lexists(path):
         return 0
     return path.stat().st_size if path.is_file() else -1
@@ -277,7 +277,7 @@ class FolderLock:
         self._known: dict[Path, tuple[int, int]] = {}
 
     def acquire(self, create: bool = True) -> FolderLock:
-        """Locks the folder. With ``create``, a new folder and its marker are made.
+        """Lock the folder. With ``create``, a new folder and its marker are made.
 
         Raises:
             LibraryInUse: another process has the folder.
@@ -293,7 +293,7 @@ class FolderLock:
         return self
 
     def acquire_damaged(self, change: bool = True) -> FolderLock:
-        """Locks the folder of a library whose catalogue may be missing or damaged, to make a new catalogue.
+        """Lock the folder of a library whose catalogue may be missing or damaged, to make a new catalogue.
 
         Args:
             change: False leaves nothing in the folder, not even a marker.
@@ -313,7 +313,7 @@ class FolderLock:
         return self
 
     def acquire_new(self, id: str) -> FolderLock:
-        """Locks a new folder, to restore a library into it. That library cannot be opened until ``mark_restored``.
+        """Lock a new folder, to restore a library into it. That library cannot be opened until ``mark_restored``.
 
         Raises:
             LibraryInUse: another process has it.
@@ -326,16 +326,16 @@ class FolderLock:
         return self
 
     def mark_restored(self) -> None:
-        """Marks the folder as a library, once everything in it is durable. Release it afterwards."""
+        """Mark the folder as a library, once everything in it is durable. Release it afterwards."""
         Marker(self.id).write(self._filesystem, self.root)
 
     def remember(self) -> None:
-        """Remembers the identity of the folder, its marker and its catalogue, which must exist by now."""
+        """Remember the identity of the folder, its marker and its catalogue, which must exist by now."""
         for path in (self.root, self.root / MARKER, self.root / CATALOG):
             self._known[path] = _identity(path)
 
     def check(self) -> None:
-        """Checks that the folder, its marker and its catalogue are those that were opened, by three calls of ``stat``.
+        """Check that the folder, its marker and its catalogue are those that were opened, by three calls of ``stat``.
 
         Raises:
             LibraryGone: the folder, the marker or the catalogue was removed or replaced, or cannot be reached.
@@ -354,7 +354,7 @@ class FolderLock:
                 )
 
     def probe(self) -> None:
-        """Writes a small file durably, reads it again and removes it, as uploads do.
+        """Write a small file durably, read it again and remove it, as uploads do.
 
         Raises:
             DatabaseFailed: the disk does not do it. A full one is no such failure: prompts are still answered.
@@ -382,7 +382,7 @@ class FolderLock:
             disk.try_remove(path)
 
     def gone(self) -> bool:
-        """Returns whether ``check`` raises."""
+        """Return whether ``check`` raises."""
         try:
             self.check()
         except LibraryGone:
@@ -390,12 +390,12 @@ class FolderLock:
         return False
 
     def release(self) -> None:
-        """Releases the folder. Safe to call twice."""
+        """Release the folder. Safe to call twice."""
         while self._locks:
             os.close(self._locks.pop())
 
     def _make(self) -> None:
-        """Makes the folder if it is not there. Raises Unavailable, StorageFull: that is not possible."""
+        """Make the folder if it is not there. Raise Unavailable, StorageFull: that is not possible."""
         try:
             self._filesystem.make_folder(self.root)
         except OSError as error:
@@ -414,7 +414,7 @@ class FolderLock:
 
     @contextmanager
     def _taking(self) -> Iterator[None]:
-        """Locks the folder; an error inside the block releases it."""
+        """Lock the folder; an error inside the block releases it."""
         if not self.root.is_dir():
             raise no_library(self.root)
         try:
@@ -425,7 +425,7 @@ class FolderLock:
             raise
 
     def _mark(self, marker: Marker) -> None:
-        """Writes the marker unless it is there already, and locks the files that other versions lock."""
+        """Write the marker unless it is there already, and lock the files that other versions lock."""
         self._lock(self.root / LOCK, os.O_RDWR | os.O_CREAT)
         if Marker.read(self.root) != marker:
             marker.write(self._filesystem, self.root)
@@ -436,7 +436,7 @@ class FolderLock:
         self.id = marker.id
 
     def _lock(self, path: Path, flags: int) -> None:
-        """Locks a file for this process; the operating system releases it when the process dies."""
+        """Lock a file for this process; the operating system releases it when the process dies."""
         busy = LibraryInUse(
             f"another process has the library in {self.root} open: stop it, or give another folder as --data-dir"
         )

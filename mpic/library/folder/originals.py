@@ -55,7 +55,7 @@ class Incoming(io.BufferedIOBase):
         return self._hash.hexdigest()
 
     def write(self, data: bytes | bytearray) -> int:  # ty: ignore[incompatible-method-override] (only what the library writes)
-        """Appends all of the data, and returns its length.
+        """Append all of the data, and return its length.
 
         Raises:
             TooLarge: the upload is larger than its limit.
@@ -73,17 +73,17 @@ class Incoming(io.BufferedIOBase):
             return len(data)
 
     def head(self, size: int) -> bytes:
-        """Returns the first bytes, at most ``size``, read back from the file."""
+        """Return the first bytes, at most ``size``, read back from the file."""
         with self._lock:
             return _read_whole(self._filesystem, self.path, size)
 
     def content(self) -> bytes:
-        """Returns everything written so far, read back from the file."""
+        """Return everything written so far, read back from the file."""
         with self._lock:
             return _read_whole(self._filesystem, self.path)
 
     def seal(self) -> None:
-        """Makes the written bytes durable, still under the temporary name. Nothing can be written afterwards. Safe to
+        """Make the written bytes durable, still under the temporary name. Nothing can be written afterwards. Safe to
         call twice.
 
         Raises:
@@ -100,12 +100,12 @@ class Incoming(io.BufferedIOBase):
             self._sealed = True
 
     def rest(self) -> None:
-        """Closes the file and keeps it. Nothing can be written afterwards."""
+        """Close the file and keep it. Nothing can be written afterwards."""
         with self._lock:
             self._close()
 
     def pieces(self) -> Iterator[bytes]:
-        """Yields everything written so far in pieces of ``PIECE``, read back from the file."""
+        """Yield everything written so far in pieces of ``PIECE``, read back from the file."""
         fd = self._filesystem.open(self.path)
         try:
             for start in range(0, self.bytes, PIECE):
@@ -114,12 +114,12 @@ class Incoming(io.BufferedIOBase):
             self._filesystem.close(fd)
 
     def give_away(self) -> None:
-        """Records that the temporary file gets another name, so that this object does not remove it."""
+        """Record that the temporary file gets another name, so that this object does not remove it."""
         with self._lock:
             self._gone = True
 
     def discard(self) -> None:
-        """Closes the file, and removes it unless it was published. Safe to call twice."""
+        """Close the file, and remove it unless it was published. Safe to call twice."""
         with self._lock:
             self._close()
             if not self._gone:
@@ -151,7 +151,7 @@ def too_large(limit: int) -> TooLarge:
 
 
 def seal_all(uploads: Sequence[Incoming]) -> None:
-    """Seals several uploads at once. File systems write files that are synced at the same time together, so two files
+    """Seal several uploads at once. File systems write files that are synced at the same time together, so two files
     take hardly longer than one."""
     others = [_SYNCING.submit(one.seal) for one in uploads[1:]]
     try:
@@ -179,7 +179,7 @@ class OpenOriginal(io.BufferedIOBase):
         self.bytes = filesystem.size(self._fd)
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Returns the next bytes, at most ``size``, and none at the end. Raises ValueError if it was closed."""
+        """Return the next bytes, at most ``size``, and none at the end. Raise ValueError if it was closed."""
         with self._lock:
             if self._fd is None:
                 raise ValueError("the original was closed")
@@ -191,14 +191,14 @@ class OpenOriginal(io.BufferedIOBase):
             return data
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Goes to an offset from the start, where the next ``read`` begins."""
+        """Go to an offset from the start, where the next ``read`` begins."""
         if whence != os.SEEK_SET or not 0 <= offset <= self.bytes:
             raise ValueError(f"offset {offset} is not in a file of {self.bytes} bytes")
         self._at = offset
         return offset
 
     def close(self) -> None:
-        """Closes it. Safe to call twice."""
+        """Close it. Safe to call twice."""
         with self._lock:
             if self._fd is not None:
                 fd, self._fd = self._fd, None
@@ -223,7 +223,7 @@ class Originals:
         self._guard = guard
 
     def incoming(self, limit: int) -> Incoming:
-        """Begins a new upload of at most ``limit`` bytes.
+        """Begin a new upload of at most ``limit`` bytes.
 
         Raises:
             StorageFull: the disk is full.
@@ -233,13 +233,13 @@ class Originals:
         return Incoming(self._filesystem, self.root / "tmp", limit)
 
     def path(self, owner: str, file_id: str) -> Path:
-        """Returns the path of an original."""
+        """Return the path of an original."""
         return self.root / original_path(owner, file_id)
 
     def publish(
         self, uploads: Sequence[tuple[Incoming, Path]], sidecar: Sidecar, path: Path | None = None
     ) -> None:
-        """Makes originals and the sidecar that describes them durable under their final names. When this raises, none
+        """Make originals and the sidecar that describes them durable under their final names. When this raises, none
         of them is there. The sidecar of several originals gets its name only when all of them are durable under
         theirs, so that no crash leaves a part of a cache that is described as if it were the whole.
 
@@ -270,7 +270,7 @@ class Originals:
                 raise
 
     def read(self, path: Path, sha256: str) -> bytes:
-        """Reads an original and verifies it.
+        """Read an original and verify it.
 
         Raises:
             CorruptFile: its bytes differ from those that were uploaded.
@@ -287,7 +287,7 @@ class Originals:
         return data
 
     def open(self, path: Path, sha256: str) -> OpenOriginal:
-        """Opens an original and verifies it, a piece at a time. Raises as ``read``."""
+        """Open an original and verify it, a piece at a time. Raise as ``read``."""
         try:
             original = OpenOriginal(self._filesystem, path)
         except FileNotFoundError:
@@ -303,19 +303,19 @@ class Originals:
         return original
 
     def remove(self, paths: Iterable[Path]) -> None:
-        """Removes originals that nothing refers to, and their sidecars, durably, so that a recovery brings back nothing
+        """Remove originals that nothing refers to, and their sidecars, durably, so that a recovery brings back nothing
         that was deleted. A file that cannot be removed is removed at the next start."""
         self.remove_files(name for path in paths for name in (sidecar_of(path), path))
 
     def remove_files(self, paths: Iterable[Path]) -> None:
-        """Removes files in this order, durably; see ``remove``."""
+        """Remove files in this order, durably; see ``remove``."""
         folders = dict.fromkeys(path.parent for path in paths if self._filesystem.try_remove(path))
         for folder in folders:
             with suppress(OSError):
                 self._filesystem.sync_folder(folder)
 
     def check(self, paths: Callable[[], Iterable[str]], what: str) -> None:
-        """Checks that originals are there.
+        """Check that originals are there.
 
         Args:
             paths: function that returns the paths of the originals, relative to the root. It is asked again about those
@@ -332,7 +332,7 @@ class Originals:
 
 
 def _read_whole(filesystem: FileSystem, path: Path, most: int | None = None) -> bytes:
-    """Returns a file's bytes, at most ``most``. A large file is never there twice: ``BytesIO`` gives its own bytes
+    """Return a file's bytes, at most ``most``. A large file is never there twice: ``BytesIO`` gives its own bytes
     away."""
     fd = filesystem.open(path)
     try:

@@ -30,7 +30,7 @@ class Quarantine:
         self._clock = clock
 
     def take(self, path: Path) -> None:
-        """Moves a file into the quarantine, or removes it if that fails."""
+        """Move a file into the quarantine, or remove it if that fails."""
         try:
             self._filesystem.make_folder(self.folder)
             self._filesystem.rename(path, self.folder / f"{path.name}@{self._clock():.6f}")
@@ -41,14 +41,14 @@ class Quarantine:
             self._filesystem.try_remove(self.folder / name)
 
     def purge(self, names: set[str]) -> None:
-        """Removes the files that had these names, because their content was deleted."""
+        """Remove the files that had these names, because their content was deleted."""
         for name in damaged_files(self.folder) if names else ():
             if name.partition("@")[0] in names:
                 self._filesystem.try_remove(self.folder / name)
 
 
 def damaged_files(folder: Path) -> list[str]:
-    """Returns the names of the files that were put aside; anything else in the folder is neither counted nor
+    """Return the names of the files that were put aside; anything else in the folder is neither counted nor
     removed."""
     try:
         return sorted(name for name in os.listdir(folder) if DAMAGED.fullmatch(name))
@@ -89,7 +89,7 @@ class Orphans:
         self._newest = newest
 
     def take(self, paths: list[str]) -> None:
-        """Moves files into the quarantine.
+        """Move files into the quarantine.
 
         Args:
             paths: paths of the files, relative to the library's root.
@@ -109,7 +109,7 @@ class Orphans:
             self._filesystem.rename(self._root / path, target)
 
     def kept(self) -> list[Orphan]:
-        """Returns the files in the quarantine, oldest first."""
+        """Return the files in the quarantine, oldest first."""
         try:
             dates = [name for name in os.listdir(self._root / FOLDER) if DATE.fullmatch(name)]
         except FileNotFoundError:
@@ -125,14 +125,14 @@ class Orphans:
         return sorted(found, key=lambda orphan: (orphan.since, orphan.path))
 
     def overdue(self) -> list[Orphan]:
-        """Returns the files that have been here for longer than they are kept."""
+        """Return the files that have been here for longer than they are kept."""
         if not self._days:
             return []
         before = _date(self._clock() - self._days * DAY)
         return [orphan for orphan in self.kept() if orphan.since < before]
 
     def expire(self) -> list[Orphan]:
-        """Deletes the files that are overdue, and returns them."""
+        """Delete the files that are overdue, and return them."""
         gone = self.overdue()
         for orphan in gone:
             self._filesystem.try_remove(orphan.path)

@@ -108,7 +108,7 @@ class Sidecar:
 
     @classmethod
     def of(cls, kind: SidecarKind, row: CatalogRow, chunks: Iterable[CatalogRow] = ()) -> Sidecar:
-        """Returns the sidecar of a row.
+        """Return the sidecar of a row.
 
         Args:
             chunks: the columns of a cache's chunks (``files`` joined with ``cache_chunks``).
@@ -126,7 +126,7 @@ class Sidecar:
 
     @classmethod
     def decode(cls, data: bytes, name: str) -> Sidecar:
-        """Reads the bytes of a sidecar. Raises CorruptFile: it is damaged, or has another format."""
+        """Read the bytes of a sidecar. Raise CorruptFile: it is damaged, or has another format."""
         try:
             whole = bounded_json.read(data, BOUNDS)
             record = json.dumps(whole["record"], sort_keys=True)
@@ -144,7 +144,7 @@ class Sidecar:
 
     @classmethod
     def read(cls, path: Path) -> Sidecar:
-        """Reads a sidecar from the disk.
+        """Read a sidecar from the disk.
 
         Raises:
             CorruptFile: it is damaged, or has another format.
@@ -217,7 +217,7 @@ class Sidecars:
         self._if_undone = if_undone
 
     def path(self, kind: SidecarKind, row: CatalogRow) -> Path:
-        """Returns the path of a row's sidecar."""
+        """Return the path of a row's sidecar."""
         if kind in ("file", "reference"):
             return sidecar_of(self._root / row["path"])
         owner, name = (
@@ -226,11 +226,11 @@ class Sidecars:
         return self._root / "files" / owner_folder(owner) / name
 
     def write(self, path: Path, sidecar: Sidecar) -> None:
-        """Writes a sidecar durably. Raises StorageFull: the disk is full."""
+        """Write a sidecar durably. Raise StorageFull: the disk is full."""
         write_durably(self._filesystem, path, [memoryview(sidecar.encode())])
 
     def rewrite(self, db: Connection, kind: SidecarKind, id: str) -> None:
-        """Rewrites the sidecar of a row, within the transaction that changes the row. A row that is gone is left
+        """Rewrite the sidecar of a row, within the transaction that changes the row. A row that is gone is left
         out. A chunk of a cache is described by the sidecar of its cache. If the transaction is undone, the sidecar is
         written once more from the row as it is then."""
         if kind == "file":
@@ -243,7 +243,7 @@ class Sidecars:
             self.write(path, self._of(db, kind, row))
 
     def _put_back(self, db: Connection, kind: SidecarKind, id: str, path: Path) -> None:
-        """Makes a sidecar describe its row again after the transaction that has rewritten it was undone. One that
+        """Make a sidecar describe its row again after the transaction that has rewritten it was undone. One that
         cannot be written is removed: the next start writes a missing sidecar, but does not look into a wrong one."""
         try:
             sql = f"SELECT * FROM {TABLES[kind]} WHERE id = ? AND ({DESCRIBED[kind]})"
@@ -264,14 +264,14 @@ class Sidecars:
         return Sidecar.of(kind, row, chunks)
 
     def described(self, read: Read) -> Iterator[tuple[SidecarKind, Row]]:
-        """Yields every row that should have a sidecar."""
+        """Yield every row that should have a sidecar."""
         kinds: tuple[SidecarKind, ...] = ("file", "reference", "cache", "owner")
         for kind in kinds:
             for row in read(f"SELECT * FROM {TABLES[kind]} WHERE {DESCRIBED[kind]}"):
                 yield kind, row
 
     def expected(self, read: Read) -> Iterator[tuple[Path, Sidecar]]:
-        """Yields the path of every sidecar that should exist, with its expected content."""
+        """Yield the path of every sidecar that should exist, with its expected content."""
         for kind, row in self.described(read):
             chunks = read(CHUNKS_OF_CACHE, row["id"]) if kind == "cache" else ()
             yield self.path(kind, row), Sidecar.of(kind, row, chunks)
@@ -285,7 +285,7 @@ def _holds(path: Path, sidecar: Sidecar) -> bool:
 
 
 def _wrong_field(kind: str, record: Any) -> str:
-    """Returns the first field of a record whose type is wrong, and why; empty if there is none."""
+    """Return the first field of a record whose type is wrong, and why; empty if there is none."""
     from pydantic import ValidationError  # here, as in _model
 
     try:
@@ -298,7 +298,7 @@ def _wrong_field(kind: str, record: Any) -> str:
 
 @cache
 def _model(kind: str) -> Any:
-    """Returns the type of a record. It comes from a disk, so nothing in it is believed before this check."""
+    """Return the type of a record. It comes from a disk, so nothing in it is believed before this check."""
     # here, because a GPU is measured on machines without pydantic (`make report-gpu`)
     from pydantic import ConfigDict, Field, create_model
 
@@ -334,7 +334,7 @@ def _model(kind: str) -> Any:
 
 
 def _plain(row: CatalogRow, columns: Iterable[str]) -> dict[str, Any]:
-    """Returns columns of a row as JSON values. Metadata and splits, which the catalogue stores as JSON text, are
+    """Return columns of a row as JSON values. Metadata and splits, which the catalogue stores as JSON text, are
     parsed."""
     values = {column: row[column] for column in columns}
     for column in ("metadata", "split"):

@@ -36,12 +36,12 @@ METADATA_KEYS, METADATA_KEY_CHARS, METADATA_VALUE_CHARS = 32, 64, 1024
 
 
 def new_id(prefix: str) -> str:
-    """Returns ``prefix`` and 24 random letters and digits."""
+    """Return ``prefix`` and 24 random letters and digits."""
     return prefix + "".join(secrets.choice(ID_ALPHABET) for _ in range(24))
 
 
 def identify(incoming: Incoming, limits: Limits, no_clips: str | None = NO_CLIPS) -> Content:
-    """Returns the identity of an upload's content, found by decoding it.
+    """Return the identity of an upload's content, found by decoding it.
 
     Args:
         no_clips: why clips are not taken, see ``content_of``.
@@ -60,12 +60,12 @@ def identify(incoming: Incoming, limits: Limits, no_clips: str | None = NO_CLIPS
 
 
 def clean_name(name: str, limits: Limits) -> str:
-    """Returns a client's file name in a form that is safe to show."""
+    """Return a client's file name in a form that is safe to show."""
     return "".join(c for c in name if c.isprintable())[: limits.filename_chars] or "upload"
 
 
 def check_life(name: str, seconds: int | None) -> None:
-    """Checks a lifetime that a request asks for.
+    """Check a lifetime that a request asks for.
 
     Args:
         name: name of the request field.
@@ -79,8 +79,8 @@ def check_life(name: str, seconds: int | None) -> None:
 
 
 def check_metadata(metadata: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """Checks that metadata is a flat object of at most 32 scalars, with texts of at most 1,024 characters and names of
-    at most 64, and returns a copy.
+    """Check that metadata is a flat object of at most 32 scalars, with texts of at most 1,024 characters and names of
+    at most 64, and return a copy.
 
     Raises:
         BadRequest: it is not.
@@ -108,7 +108,7 @@ def check_metadata(metadata: Mapping[str, Scalar]) -> dict[str, Scalar]:
 
 
 def is_text(value: str) -> bool:
-    """Returns whether a string can be written in UTF-8: half of a surrogate pair, which JSON can escape, cannot."""
+    """Return whether a string can be written in UTF-8: half of a surrogate pair, which JSON can escape, cannot."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -117,7 +117,7 @@ def is_text(value: str) -> bool:
 
 
 def check_page(order: str, limit: int) -> None:
-    """Checks the order and the length of a page of a listing.
+    """Check the order and the length of a page of a listing.
 
     Raises:
         BadRequest: the order is neither ``asc`` nor ``desc``, or the page is to have less than one entry.
@@ -129,7 +129,7 @@ def check_page(order: str, limit: int) -> None:
 
 
 def checked_handle(handle: str | None) -> str | None:
-    """Returns the canonical form of a name that prompts may call a file by; None is no name.
+    """Return the canonical form of a name that prompts may call a file by; None is no name.
 
     Raises:
         BadRequest: it cannot be one.

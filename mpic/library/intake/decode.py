@@ -88,7 +88,7 @@ NO_CLIPS = (
 
 
 def sniff(head: bytes, no_clips: str | None = NO_CLIPS) -> Kind:
-    """Tells from the first bytes (``HEAD`` are enough) whether they claim to be an image, a video or text.
+    """Tell from the first bytes (``HEAD`` are enough) whether they claim to be an image, a video or text.
 
     Args:
         no_clips: why videos are not taken, as the end of a sentence; None: they are.
@@ -116,7 +116,7 @@ def sniff(head: bytes, no_clips: str | None = NO_CLIPS) -> Kind:
 
 
 def decode_image(data: bytes, limits: Limits = DEFAULT) -> Image.Image:
-    """Decodes one still image: upright (EXIF orientation applied), RGB, transparency laid over white.
+    """Decode one still image: upright (EXIF orientation applied), RGB, transparency laid over white.
 
     A large image is decoded in another process. Drop one image before decoding the next, because few fit into memory.
 
@@ -136,7 +136,7 @@ def decode_image(data: bytes, limits: Limits = DEFAULT) -> Image.Image:
 
 
 def image_key(data: bytes, limits: Limits = DEFAULT) -> ChunkKey:
-    """Returns ``ChunkKey.of_image(decode_image(data, limits))``; a large image never enters this process.
+    """Return ``ChunkKey.of_image(decode_image(data, limit))``; a large image never enters this process.
 
     Raises:
         DecoderBusy: too many large images are waiting.
@@ -146,7 +146,7 @@ def image_key(data: bytes, limits: Limits = DEFAULT) -> ChunkKey:
 
 
 def decode_clip(data: bytes, sample: Sample, limits: Limits = DEFAULT) -> Clip:
-    """Decodes the frames of a clip that are seen, in another process. Drop it before you decode the next.
+    """Decode the frames of a clip that are seen, in another process. Drop it before you decode the next.
 
     Args:
         data: the bytes of a video, or of an animated GIF, WebP or PNG.
@@ -164,7 +164,7 @@ def decode_clip(data: bytes, sample: Sample, limits: Limits = DEFAULT) -> Clip:
 
 
 def clip_key(data: bytes, limits: Limits = DEFAULT) -> ChunkKey:
-    """Returns the identity of a clip, of which every frame was decoded once, to see that it can be. Raises as
+    """Return the identity of a clip, of which every frame was decoded once, to see that it can be. Raise as
     ``decode_clip``."""
     decoder().clip_facts(data, _clip_rules(limits), limits.decode_bytes)
     return ChunkKey.of_clip(data)
@@ -180,7 +180,7 @@ class Content(NamedTuple):
 
 
 def content_of(data: bytes, limits: Limits = DEFAULT, no_clips: str | None = NO_CLIPS) -> Content:
-    """Returns the identity of an image, a clip or a text, whichever the bytes are.
+    """Return the identity of an image, a clip or a text, whichever the bytes are.
 
     Args:
         no_clips: why clips are not taken, as the end of a sentence; None: they are, and an animated image is one.
@@ -207,7 +207,7 @@ def content_of(data: bytes, limits: Limits = DEFAULT, no_clips: str | None = NO_
 def thumbnail(
     data: bytes, limits: Limits = DEFAULT, *, side: int, least: int = 0, transparent: bool = False
 ) -> bytes:
-    """Returns a small PNG of an image; see ``mpic.imaging.pixels.thumbnail``. Raises as ``image_key``."""
+    """Return a small PNG of an image; see ``mpic.imaging.pixels.thumbnail``. Raise as ``image_key``."""
     options = {"side": side, "least": least, "transparent": transparent}
     return decoder().thumbnail(data, _rules(limits), limits.decode_bytes, **options)
 
@@ -222,18 +222,18 @@ def _clip_rules(limits: Limits) -> ClipRules:
 
 
 def check_text_size(size: int, limits: Limits) -> None:
-    """Raises TooLarge if a text has more bytes than the limits allow."""
+    """Raise TooLarge if a text has more bytes than the limits allow."""
     if size > limits.text_bytes:
         raise TooLarge(f"the text has {size} bytes, the limit is {limits.text_bytes}", param="file")
 
 
 def is_document(head: bytes) -> bool:
-    """Returns whether the first bytes of a text are those of a PDF, of a ZIP or of an old Office document."""
+    """Return whether the first bytes of a text are those of a PDF, of a ZIP or of an old Office document."""
     return head.startswith(DOCUMENTS)
 
 
 def read_document(data: bytes, limits: Limits = DEFAULT, patient: bool = False) -> DocumentText:
-    """Returns the text of a PDF or Office document, which another process reads.
+    """Return the text of a PDF or Office document, which another process reads.
 
     Args:
         patient: wait even if too many others do.
@@ -246,7 +246,7 @@ def read_document(data: bytes, limits: Limits = DEFAULT, patient: bool = False) 
 
 
 def read_pages(data: bytes, limits: Limits, format: str = "") -> list[str]:
-    """Returns the text of an original, by page; of one without pages all of it.
+    """Return the text of an original, by page; of one without pages all of it.
 
     Args:
         format: how it holds its text (``File.format``).
@@ -260,7 +260,7 @@ def read_pages(data: bytes, limits: Limits, format: str = "") -> list[str]:
 
 
 def encoding_of(data: bytes) -> str:
-    """Returns Python's name of the encoding of a text; empty if it is UTF-8. UTF-16 and UTF-32 are known by their byte
+    """Return Python's name of the encoding of a text; empty if it is UTF-8. UTF-16 and UTF-32 are known by their byte
     order mark, others by ``charset-normalizer``, which looks for the letters of a language in each reading of a text.
 
     Raises:
@@ -288,7 +288,7 @@ def encoding_of(data: bytes) -> str:
 
 
 def _not_utf8(data: bytes) -> int | None:
-    """Returns the first byte that is not part of a text in UTF-8."""
+    """Return the first byte that is not part of a text in UTF-8."""
     try:
         data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -298,7 +298,7 @@ def _not_utf8(data: bytes) -> int | None:
 
 
 def _fitting(match: CharsetMatch) -> str | None:
-    """Returns the encoding of a reading of a text, if it looks like words, in letters of one language."""
+    """Return the encoding of a reading of a text, if it looks like words, in letters of one language."""
     if match.coherence < COHERENT:
         return None
     letters = {c for c in str(match).lower() if c.isalpha() and not c.isascii()}
@@ -315,7 +315,7 @@ def _matches(sample: bytes) -> Iterable[CharsetMatch]:
 
 
 def decode_text(data: bytes, limits: Limits = DEFAULT, encoding: str = "") -> str:
-    """Decodes a text strictly and removes an optional byte order mark; nothing else is changed.
+    """Decode a text strictly and remove an optional byte order mark; nothing else is changed.
 
     Args:
         encoding: Python's name of its encoding; empty: UTF-8.

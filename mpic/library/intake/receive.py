@@ -34,7 +34,7 @@ class Arriving:
         self._waiting = bytearray()
 
     async def write(self, data: bytes) -> None:
-        """Appends data.
+        """Append data.
 
         Raises:
             TooLarge: the upload is larger than its limit.
@@ -45,7 +45,7 @@ class Arriving:
             await self.finish()
 
     async def finish(self) -> Incoming:
-        """Writes what is still in memory, and returns the temporary file. Raises as ``write``."""
+        """Write what is still in memory, and return the temporary file. Raise as ``write``."""
         from aiofiles.threadpool import wrap  # a GPU's bare machine does without it (tools/gpu_report.py)
 
         if self._incoming is None:
@@ -60,13 +60,13 @@ class Arriving:
         return self._incoming
 
     async def taken(self) -> Incoming:
-        """Does the same as ``finish``, and leaves the temporary file to the caller."""
+        """Do the same as ``finish``, and leave the temporary file to the caller."""
         incoming = await self.finish()
         self._incoming = None
         return incoming
 
     def close(self) -> None:
-        """Removes the temporary file, unless it was published. It is not awaited, so that no cancellation can prevent
+        """Remove the temporary file, unless it was published. It is not awaited, so that no cancellation can prevent
         it. Safe to call twice."""
         if self._incoming is not None:
             asyncio.get_running_loop().run_in_executor(None, self._incoming.discard)
@@ -75,7 +75,7 @@ class Arriving:
 async def receive(
     originals: Originals, limit: int, source: bytes | AsyncReader | Arriving, accept: Callable[[Incoming], T]
 ) -> T:
-    """Receives an upload and returns the result of ``accept``. When the task is cancelled because the client has
+    """Receive an upload and return the result of ``accept``. When the task is cancelled because the client has
     disconnected, the bytes that had arrived are removed.
 
     Args:

@@ -30,7 +30,7 @@ class ImageKeys(Generic[T]):
         self._lock = Lock()
 
     def key(self, user: str, data: bytes, decode: Callable[[], T]) -> T:
-        """Returns the key of the image in a file.
+        """Return the key of the image in a file.
 
         Args:
             decode: finds the key from the pixels, or refuses the file; called only if this file is not remembered.
@@ -58,7 +58,7 @@ class TokenCache:
         self._lock = Lock()
 
     def ids(self, name: str, tokenize: Tokenize, read: Callable[[], str]) -> tuple[int, ...]:
-        """Returns the token ids of a text, tokenized with ``tokenize``.
+        """Return the token ids of a text, tokenized with ``tokenize``.
 
         Args:
             name: permanent identity of the text.
@@ -79,7 +79,7 @@ class TokenCache:
         return ids
 
     def drop(self, name: str) -> None:
-        """Forgets a text, and its pieces, whose names are the text's and a digest."""
+        """Forget a text, and its pieces, whose names are the text's and a digest."""
         with self._lock:
             for known in [name, *(one for one in self._entries if one.startswith(f"{name} "))]:
                 self._forget(known)

@@ -57,7 +57,7 @@ class ChunkRows:
         self._lock = Lock()  # guards _touched; held for a moment only
 
     def present(self, keys: Sequence[KVKey]) -> dict[KVKey, int]:
-        """Returns the chunks that are ready, by a single query, and how many tokens each has."""
+        """Return the chunks that are ready, by a single query, and how many tokens each has."""
         by_digest = {key.digest: key for key in keys}
         placeholders = ", ".join("?" * len(by_digest))
         rows = self._catalog.read(
@@ -70,12 +70,12 @@ class ChunkRows:
         return [ChunkRow(*row) for row in self._catalog.read(sql)]
 
     def every(self) -> list[tuple[ChunkRow, str]]:
-        """Returns all rows with their states, also of chunks that are gone."""
+        """Return all rows with their states, also of chunks that are gone."""
         rows = self._catalog.read("SELECT key, path, bytes, state FROM chunks WHERE tier = 'disk'")
         return [(ChunkRow(*row[:3]), row["state"]) for row in rows]
 
     def totals(self) -> tuple[int, int]:
-        """Returns the number of ready chunks and their bytes."""
+        """Return the number of ready chunks and their bytes."""
         sql = "SELECT COALESCE(SUM(count), 0), COALESCE(SUM(bytes), 0) FROM usage WHERE tier = 'disk'"
         return tuple(self._catalog.read(sql)[0])
 
@@ -84,12 +84,12 @@ class ChunkRows:
         return None if row is None else row["state"]
 
     def models(self, owner: str, chunk: ChunkKey) -> set[str]:
-        """Returns the models for which this content was ever compiled."""
+        """Return the models for which this content was ever compiled."""
         sql = "SELECT model FROM chunks WHERE owner = ? AND kind = ? AND digest = ?"
         return {row["model"] for row in self._catalog.read(sql, owner, chunk.kind, chunk.digest)}
 
     def put_all(self, chunks: Iterable[DurableChunk], source: Source | None = None) -> None:
-        """Commits chunks whose files are durable.
+        """Commit chunks whose files are durable.
 
         Args:
             source: the chunk that they are other forms of. They were last used when it was, because making a form is no
@@ -106,7 +106,7 @@ class ChunkRows:
                 self._forget(db, source.row)
 
     def forget(self, row: ChunkRow) -> None:
-        """Deletes the row of one form of a content, whose file is to be removed then."""
+        """Delete the row of one form of a content, whose file is to be removed then."""
         with self._catalog.write() as db:
             self._forget(db, row)
 
@@ -137,13 +137,13 @@ class ChunkRows:
         insert_row(db, "chunks", values)
 
     def mark(self, keys: Iterable[str], state: str) -> None:
-        """Marks ready chunks as gone, for the reason that ``state`` names."""
+        """Mark ready chunks as gone, for the reason that ``state`` names."""
         sql = "UPDATE chunks SET state = ? WHERE key = ? AND state = 'ready'"
         with self._catalog.write() as db:
             db.executemany(sql, [(state, key) for key in keys])
 
     def revive(self, keys: Iterable[str]) -> None:
-        """Marks missing chunks as ready, because their files are back."""
+        """Mark missing chunks as ready, because their files are back."""
         sql = "UPDATE chunks SET state = 'ready' WHERE key = ? AND state = 'missing'"
         with self._catalog.write() as db:
             db.executemany(sql, [(key,) for key in keys])
@@ -151,7 +151,7 @@ class ChunkRows:
     def evict(
         self, owner: str, size: int, writing: Mapping[str, int], limits: Limits, most: int | None = None
     ) -> list[tuple[ChunkRow, Why]]:
-        """Marks chunks as evicted so that ``owner`` can store ``size`` bytes (see ``shares``), and returns them.
+        """Mark chunks as evicted so that ``owner`` can store ``size`` bytes (see ``shares``), and return them.
 
         Args:
             writing: bytes that are being written, by owner, without ``size``.
@@ -175,13 +175,13 @@ class ChunkRows:
         return [(held.key, why) for held, why in gone]
 
     def pinned(self, owner: str, chunk: ChunkKey) -> bool:
-        """Returns whether a pinned file or reference of this owner holds this content."""
+        """Return whether a pinned file or reference of this owner holds this content."""
         table, own = ("refs", "TRUE") if owner == SHARED else ("contents", "owner = :owner")
         sql = f"SELECT 1 FROM {table} WHERE {own} AND digest = :digest AND kind = :kind AND pinned"
         return bool(self._catalog.read(sql, owner=owner, digest=chunk.digest, kind=chunk.kind))
 
     def _candidates(self, db: Connection, owner: str) -> Iterator[Held]:
-        """Yields an owner's chunks, least recently used first. A chunk counts as pinned if a pinned file or reference
+        """Yield an owner's chunks, least recently used first. A chunk counts as pinned if a pinned file or reference
         holds it."""
         table = "refs" if owner == SHARED else "contents"
         same = "f.digest = chunks.digest AND f.kind = chunks.kind AND f.pinned"
@@ -196,7 +196,7 @@ class ChunkRows:
     def drop(
         self, db: Connection, owner: str, chunk: ChunkKey, state: str | None, unfinished: Iterable[str] = ()
     ) -> list[ChunkRow]:
-        """Makes, within a transaction, all compiled forms of a content unavailable; returns their rows.
+        """Make, within a transaction, all compiled forms of a content unavailable; return their rows.
 
         Args:
             state: keep the rows with this state, which records why they are gone; None deletes them.
@@ -214,7 +214,7 @@ class ChunkRows:
         return [ChunkRow(*row) for row in rows]
 
     def forget_gone(self, before: float) -> list[str]:
-        """Deletes the rows of chunks that are gone and were last used before this time; returns the paths that their
+        """Delete the rows of chunks that are gone and were last used before this time; return the paths that their
         files had, relative to the root."""
         where = "state != 'ready' AND last_used < ?"
         with self._catalog.write() as db:
@@ -223,7 +223,7 @@ class ChunkRows:
         return paths
 
     def check_usage(self) -> None:
-        """Checks that the recorded usage of each owner is the sum of its rows. One query reads both, so that no change
+        """Check that the recorded usage of each owner is the sum of its rows. One query reads both, so that no change
         of another process comes between them.
 
         Raises:
@@ -243,12 +243,12 @@ class ChunkRows:
             raise IntegrityError(f"the recorded usage and the rows disagree: {sorted(wrong)[:3]}")
 
     def touch(self, keys: Iterable[KVKey]) -> None:
-        """Notes in memory that the chunks were used now."""
+        """Note in memory that the chunks were used now."""
         with self._lock:
             self._touched.update(dict.fromkeys((key.digest for key in keys), self._clock()))
 
     def flush(self) -> None:
-        """Writes down when chunks were last used."""
+        """Write down when chunks were last used."""
         with self._catalog.write() as db:
             self._write_touched(db)
 
@@ -260,6 +260,6 @@ class ChunkRows:
         db.executemany(sql, [(at, key) for key, at in touched.items()])
 
     def _keep_touched(self, touched: dict[str, float]) -> None:
-        """Keeps last uses that could not be written, unless there are later ones."""
+        """Keep last uses that could not be written, unless there are later ones."""
         with self._lock:
             self._touched = touched | self._touched

@@ -70,7 +70,7 @@ class DiskChunk:
         return self._file.inputs
 
     def read_layers(self, destination: torch.Tensor) -> Iterator[int]:
-        """Reads layer after layer; see ``StoredChunk.read_layers`` and ``ChunkFile.read_layers``."""
+        """Read layer after layer; see ``StoredChunk.read_layers`` and ``ChunkFile.read_layers``."""
         file = self._file or self._store._file(self._key, self._tokens, inputs=False)
         try:
             yield from file.read_layers(destination)
@@ -83,21 +83,21 @@ class DiskChunk:
         self._store._count(bytes_read=destination.nbytes)
 
     def in_parts(self, most: int) -> DiskParts:
-        """Opens the file to be read in pieces of at most ``most`` bytes; raises what ``read_layers`` does."""
+        """Open the file to be read in pieces of at most ``most`` bytes; raise what ``read_layers`` does."""
         own = self._file is None
         file = self._file or self._store._file(self._key, self._tokens, inputs=False)
         return DiskParts(self._store, self._key, file, own, most)
 
     def read_ahead(self) -> None:
-        """Begins reading the file; see ``StoredChunk``."""
+        """Begin reading the file; see ``StoredChunk``."""
         self._store._filesystem.read_ahead(self._store.path(self._key))
 
     def refuse(self, error: CorruptFile) -> None:
-        """Moves the file aside that was read; see ``StoredChunk``."""
+        """Move the file aside that was read; see ``StoredChunk``."""
         self._store.set_aside(self._key, error, self._file)
 
     def close(self) -> None:
-        """Closes the file; reading the chunk opens it again."""
+        """Close the file; reading the chunk opens it again."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
@@ -173,7 +173,7 @@ class DiskStore:
     # Reading
 
     def find(self, keys: Sequence[KVKey]) -> dict[KVKey, DiskChunk]:
-        """Returns the chunks that the catalogue has, by a single query; a file is opened only when it is read."""
+        """Return the chunks that the catalogue has, by a single query; a file is opened only when it is read."""
         self._deleted.look_up(keys)
         found = self._rows.present(keys)
         self._rows.touch(found)
@@ -181,11 +181,11 @@ class DiskStore:
         return {key: DiskChunk(self, key, tokens) for key, tokens in found.items()}
 
     def touch(self, keys: Iterable[KVKey]) -> None:
-        """Notes, in memory, that chunks were used which are also nearer to the device: the disk evicts them last."""
+        """Note, in memory, that chunks were used which are also nearer to the device: the disk evicts them last."""
         self._rows.touch(keys)
 
     def open(self, key: KVKey) -> DiskChunk | None:
-        """Returns the stored chunk with its inputs verified, or None. A bad file is put aside and counted."""
+        """Return the stored chunk with its inputs verified, or None. A bad file is put aside and counted."""
         self._count(requested=1)
         self._deleted.look_up([key])
         found = self._rows.present([key])
@@ -201,7 +201,7 @@ class DiskStore:
         return stored
 
     def _file(self, key: KVKey, tokens: int, inputs: bool = True) -> ChunkFile:
-        """Opens a chunk's file, which must have so many tokens.
+        """Open a chunk's file, which must have so many tokens.
 
         Raises:
             NotFound: it is gone; its row is marked, unless the whole library is gone.
@@ -227,20 +227,20 @@ class DiskStore:
         return file
 
     def missing_reason(self, key: KVKey) -> str:
-        """Returns and counts the reason why ``open`` found nothing: ``new | evicted | expired | model_changed | recipe
+        """Return and count the reason why ``open`` found nothing: ``new | evicted | expired | model_changed | recipe
         | corrupt``."""
         reason = self._missing_reason(key)
         self._count(**{f"missed_{reason}": 1})
         return reason
 
     def pinned(self, owner: str, chunk: ChunkKey) -> bool:
-        """Returns whether a pinned file or reference of this owner holds this content."""
+        """Return whether a pinned file or reference of this owner holds this content."""
         return self._rows.pinned(owner, chunk)
 
     # Writing
 
     def save(self, chunk: ChunkKV, source: Source | None = None) -> None:
-        """Stores a compiled chunk durably, unless it is stored or being saved already. A stored file that could not be
+        """Store a compiled chunk durably, unless it is stored or being saved already. A stored file that could not be
         read is replaced. The chunk is not kept if its content was deleted meanwhile, or after the last look-up
         (``DeletedContents``).
 
@@ -290,14 +290,14 @@ class DiskStore:
         self._count(saved=1, bytes_written=size)
 
     def remove(self, row: ChunkRow) -> None:
-        """Removes one form of a content; its other forms stay."""
+        """Remove one form of a content; its other forms stay."""
         self._guard()
         with self.lock:
             self._rows.forget(row)
             self._filesystem.try_remove(self.root / row.path)
 
     def drop(self, db: Connection, owner: str, chunk: ChunkKey, state: str | None = None) -> list[ChunkRow]:
-        """Makes all compiled forms of a content invisible, within a transaction and the store's lock. Pass the result
+        """Make all compiled forms of a content invisible, within a transaction and the store's lock. Pass the result
         to ``erase`` after the transaction, still under the lock.
 
         Args:
@@ -310,21 +310,21 @@ class DiskStore:
         return self._rows.drop(db, owner, chunk, state, paths)
 
     def owe(self, db: Connection, contents: Iterable[str]) -> None:
-        """Notes deletions, within the transaction that makes them, of which a remote store has yet to be told."""
+        """Note deletions, within the transaction that makes them, of which a remote store has yet to be told."""
         self._catalog.add_tombstones(db, [OWED + content for content in contents], self._clock())
 
     def owed(self) -> list[str]:
-        """Returns the deletions that ``owe`` has noted and nobody has settled."""
+        """Return the deletions that ``owe`` has noted and nobody has settled."""
         rows = self._catalog.read("SELECT path FROM deleted WHERE path LIKE ?", f"{OWED}%")
         return [row["path"].removeprefix(OWED) for row in rows]
 
     def settle(self, contents: Iterable[str]) -> None:
-        """Forgets deletions of which the store has been told."""
+        """Forget deletions of which the store has been told."""
         with self._catalog.write() as db:
             db.executemany("DELETE FROM deleted WHERE path = ?", [(OWED + content,) for content in contents])
 
     def erase(self, rows: Iterable[ChunkRow]) -> None:
-        """Removes the files of these rows durably, also from the quarantine. Call it under the store's lock."""
+        """Remove the files of these rows durably, also from the quarantine. Call it under the store's lock."""
         rows = list(rows)
         self._quarantine.purge({Path(row.path).name for row in rows})
         for row in rows:
@@ -335,17 +335,17 @@ class DiskStore:
                 self._filesystem.sync_folder(folder)
 
     def flush(self) -> None:
-        """Writes down when chunks were last used, which is kept in memory between writes."""
+        """Write down when chunks were last used, which is kept in memory between writes."""
         self._rows.flush()
 
     def path(self, key: KVKey) -> Path:
-        """Returns the path of a chunk's file, whether or not it exists."""
+        """Return the path of a chunk's file, whether or not it exists."""
         return self.root / chunk_path(key)
 
     # Housekeeping
 
     def reconcile(self, orphans: Orphans) -> Counter[str]:
-        """Makes files and rows agree, at start-up. A file that the catalogue knows to be gone (evicted, expired,
+        """Make files and rows agree, at start-up. A file that the catalogue knows to be gone (evicted, expired,
         deleted) was left by a crash and is removed; one that it does not know goes to the orphans.
 
         Returns:
@@ -380,23 +380,23 @@ class DiskStore:
         return done + Counter(orphans=len(aside), unknown=len(found.unknown))
 
     def forget_gone(self, before: float) -> None:
-        """Forgets the chunks that are gone and were last used before this time, with what was put aside of them."""
+        """Forget the chunks that are gone and were last used before this time, with what was put aside of them."""
         with self.lock:
             self._quarantine.purge({Path(path).name for path in self._rows.forget_gone(before)})
 
     def stats(self) -> dict[str, int]:
-        """Returns counters since the start (``hits`` of ``requested``, bytes, evictions) and the number and bytes of
+        """Return counters since the start (``hits`` of ``requested``, bytes, evictions) and the number and bytes of
         stored chunks."""
         count, size = self._rows.totals()
         with self._tally:
             return {**self._counters, "chunks": count, "bytes": size, "budget": self._limits.disk_bytes}
 
     def tiers(self) -> dict[str, dict[str, int]]:
-        """Returns the counters of every tier below the device, nearest first."""
+        """Return the counters of every tier below the device, nearest first."""
         return {self.name: self.stats()}
 
     def check(self) -> None:
-        """Checks that every ready row has a file of its size. Exceeding the budget is not an error: the budget may have
+        """Check that every ready row has a file of its size. Exceeding the budget is not an error: the budget may have
         been reduced, and room is made at the next save.
 
         Raises:
@@ -416,7 +416,7 @@ class DiskStore:
     # Inside
 
     def _has_file(self, row: ChunkRow) -> bool:
-        """Returns whether the file of a row is there and has its size."""
+        """Return whether the file of a row is there and has its size."""
         found = status_of(self.root / row.path)
         return found is not None and S_ISREG(found.st_mode) and found.st_size == row.bytes
 
@@ -430,8 +430,8 @@ class DiskStore:
         return "model_changed" if models else "new"
 
     def _make_room(self, owner: str, size: int, source: Source | None) -> int:
-        """Reserves bytes within budget and quota, and evicts chunks for them (``shares``), but not for another form of
-        a stored chunk; returns the bytes that were reserved."""
+        """Reserve bytes within budget and quota, and evict chunks for them (``shares``), but not for another form of
+        a stored chunk; return the bytes that were reserved."""
         most = None if source is None else 0
         if source is not None and source.replaced:
             size = max(0, size - source.row.bytes)
@@ -445,7 +445,7 @@ class DiskStore:
         return size
 
     def _gone(self, key: KVKey, path: Path) -> None:
-        """Marks a chunk as missing whose file was not found, unless it has been saved again meanwhile."""
+        """Mark a chunk as missing whose file was not found, unless it has been saved again meanwhile."""
         self._count(missing=1)
         try:
             with self.lock:  # a save publishes its row under it
@@ -455,14 +455,14 @@ class DiskStore:
             log.warning("%s is gone, but its row cannot be changed: %s", path.name, error)
 
     def failed(self, key: KVKey, file: ChunkFile, error: CorruptFile | OSError) -> None:
-        """Handles an error of reading the layers of an open file."""
+        """Handle an error of reading the layers of an open file."""
         if isinstance(error, CorruptFile):
             self.set_aside(key, error, file)
         else:
             self._unreadable(key, error)
 
     def _unreadable(self, key: KVKey, error: OSError | OutOfMemory) -> None:
-        """Counts a file that cannot be read now. It stays where it is, since it may be intact; but if the chunk is
+        """Count a file that cannot be read now. It stays where it is, since it may be intact; but if the chunk is
         compiled again, the next save replaces it."""
         log.warning("%s cannot be read: %s", self.path(key).name, error)
         self._count(unreadable=1)
@@ -471,7 +471,7 @@ class DiskStore:
                 self._unread.add(key)
 
     def set_aside(self, key: KVKey, error: CorruptFile, file: ChunkFile | None = None) -> None:
-        """Moves a bad file to the quarantine and marks its chunk as corrupt.
+        """Move a bad file to the quarantine and mark its chunk as corrupt.
 
         Args:
             file: the file that was read, still open; nothing is moved if its path names another one now. None: the

@@ -29,12 +29,12 @@ COUNTERS = (
 
 
 def allocated(size: int, page_locked: bool) -> int:
-    """Returns how many bytes of memory a tensor of ``size`` bytes takes."""
+    """Return how many bytes of memory a tensor of ``size`` bytes takes."""
     return page_locked_bytes(size) if page_locked else size
 
 
 def memory_for(shape: Sequence[int], dtype: torch.dtype, page_locked: bool) -> torch.Tensor:
-    """Returns host memory for a chunk's KV."""
+    """Return host memory for a chunk's KV."""
     return PAGE_LOCKED.empty(shape, dtype) if page_locked else torch.empty(tuple(shape), dtype=dtype)
 
 
@@ -56,12 +56,12 @@ class HostChunk:
         self.bytes = allocated(kv.nbytes, page_locked) + inputs.nbytes
 
     def refuse(self, error: CorruptFile) -> None:
-        """Leaves the tier; see ``StoredChunk``."""
+        """Leave the tier; see ``StoredChunk``."""
         log.warning("%s; its copy in host memory is dropped", error)
         self._remove(self)
 
     def lend(self) -> torch.Tensor | None:
-        """Returns the KV itself if a device can copy from it while the host continues. It must not be changed."""
+        """Return the KV itself if a device can copy from it while the host continues. It must not be changed."""
         if not self._page_locked:
             return None
         self._count(bytes_read=self._kv.nbytes)
@@ -116,7 +116,7 @@ class HostTier:
             PAGE_LOCKED.allow(self, bounds.budget)
 
     def find(self, keys: Sequence[KVKey]) -> dict[KVKey, HostChunk]:
-        """Returns the chunks that are in this tier."""
+        """Return the chunks that are in this tier."""
         self._dropped.look_up(keys)
         with self._lock:
             found = {key: self._chunks[key] for key in keys if key in self._chunks}
@@ -126,7 +126,7 @@ class HostTier:
             return found
 
     def save(self, chunk: ChunkKV) -> None:
-        """Copies a chunk here. One that does not fit is only counted, because this tier is never the only one."""
+        """Copy a chunk here. One that does not fit is only counted, because this tier is never the only one."""
         reserved = self.reserve(chunk.key, chunk.inputs, chunk.kv.shape, chunk.kv.dtype)
         if reserved is None:
             return
@@ -140,7 +140,7 @@ class HostTier:
     def reserve(
         self, key: KVKey, inputs: ChunkInputs, shape: Sequence[int], dtype: torch.dtype
     ) -> HostReservation | None:
-        """Returns memory for a chunk that is not here yet. None if it is, or comes already, or was deleted, or does not
+        """Return memory for a chunk that is not here yet. None if it is, or comes already, or was deleted, or does not
         fit, which is only counted."""
         size = allocated(math.prod(shape) * dtype.itemsize, self.page_locked) + inputs.nbytes
         with self._lock:
@@ -167,7 +167,7 @@ class HostTier:
             raise
 
     def _end(self, key: KVKey, size: int, kept: HostChunk | None) -> None:
-        """Ends a reservation of so many bytes: its chunk is here now, or the bytes are given back."""
+        """End a reservation of so many bytes: its chunk is here now, or the bytes are given back."""
         with self._lock:
             if self._copying.pop(key) and kept is not None:
                 self._chunks[key] = kept
@@ -181,7 +181,7 @@ class HostTier:
                 self._remove(key)
 
     def drop(self, owner: str, chunk: ChunkKey) -> None:
-        """Drops all forms of a content."""
+        """Drop all forms of a content."""
         with self._lock:
             self._dropped.add(owner, chunk)
             for key in [key for key in self._chunks if (key.owner, key.chunk) == (owner, chunk)]:
@@ -200,7 +200,7 @@ class HostTier:
             }
 
     def check(self) -> None:
-        """Checks that the bytes add up and are within the budget. Raises IntegrityError: they do not."""
+        """Check that the bytes add up and are within the budget. Raise IntegrityError: they do not."""
         with self._lock:
             if self._copying:
                 return

@@ -51,7 +51,7 @@ class StoreUnavailable(OSError):
 
 
 def connect(url: str, seconds: float, retries: int = RETRIES) -> Any:
-    """Returns the obstore client of a URL such as ``s3://bucket/prefix`` or ``file:///mnt/shared``. Nothing is sent
+    """Return the obstore client of a URL such as ``s3://bucket/prefix`` or ``file:///mnt/shared``. Nothing is sent
     yet. Credentials and endpoints are those of the environment, by the names that the cloud's own tools use.
 
     Args:
@@ -114,7 +114,7 @@ class Breaker:
         self.changed()
 
     def close(self) -> None:
-        """Lets the store be used again; the next pause is longer still if it fails at once."""
+        """Let the store be used again; the next pause is longer still if it fails at once."""
         with self._lock:
             was_open, self.error = self.open, None
         if was_open:
@@ -126,7 +126,7 @@ class Breaker:
         self._pause = PAUSE
 
     def pause(self) -> float:
-        """Returns the seconds until the store is to be tried again, at least 0."""
+        """Return the seconds until the store is to be tried again, at least 0."""
         return max(0.0, self._due - self._clock())
 
 
@@ -152,19 +152,19 @@ class TransferRate:
         self._began = 0.0
 
     def answered(self, seconds: float) -> None:
-        """Records the time that a first small read took."""
+        """Record the time that a first small read took."""
         with self._lock:
             self.latency = _mean(self.latency, seconds, WEIGHT)
 
     def begin(self) -> None:
-        """A read of an object's body begins; ``end`` must follow."""
+        """Note that a read of an object's body begins; ``end`` must follow."""
         with self._lock:
             if not self._reading:
                 self._began, self._bytes = self._clock(), 0
             self._reading += 1
 
     def end(self, size: int) -> None:
-        """It has ended, with so many bytes; 0 if it failed."""
+        """Note that it has ended, with so many bytes; 0 if it failed."""
         with self._lock:
             self._reading -= 1
             self._bytes += size
@@ -176,7 +176,7 @@ class TransferRate:
             self.measured = self._clock()
 
     def seconds(self, size: int) -> float | None:
-        """Returns how long a read of so many bytes is expected to take, ``latency + size / bandwidth``; None before the
+        """Return how long a read of so many bytes is expected to take, ``latency + size / bandwidth``; None before the
         first measurement."""
         if self.seconds_per_byte is None:
             return None
@@ -219,13 +219,13 @@ class Objects:
 
     @classmethod
     def at(cls, url: str, seconds: float) -> Objects:
-        """Returns the objects below a URL. Raises ConfigError: see ``connect``."""
+        """Return the objects below a URL. Raise ConfigError: see ``connect``."""
         return cls(seconds, connect(url, seconds), connect(url, max(seconds, WRITE_SECONDS)))
 
     # Reading, for which somebody waits
 
     def heads(self, names: list[str]) -> dict[str, Head]:  # ty: ignore[invalid-type-form] (`list` below is a method)
-        """Returns the heads of those objects that exist and answer within the limit of a look-up."""
+        """Return the heads of those objects that exist and answer within the limit of a look-up."""
         if self.reads.open:
             return {}
         limit = LOOK_UP * self.seconds
@@ -245,7 +245,7 @@ class Objects:
         return found
 
     def head(self, name: str) -> Head | None:
-        """Returns the head of an object, or None. Raises StoreUnavailable."""
+        """Return the head of an object, or None. Raise StoreUnavailable."""
         began = self.clock()
         try:
             head = self._use(self.reads, self._read_head, name)
@@ -269,11 +269,11 @@ class Objects:
             return Head(memoryview(b""), found["size"], found["e_tag"])
 
     def ask(self, name: str, start: int, size: int, etag: str | None) -> Future[memoryview]:
-        """Begins to read a range; see ``await_range``."""
+        """Begin to read a range; see ``await_range``."""
         return self._pool.submit(self._range, name, start, size, etag)
 
     def await_range(self, future: Future[memoryview], deadline: float | None = None) -> memoryview:
-        """Waits for a range.
+        """Wait for a range.
 
         Args:
             deadline: of the load that it belongs to; None: the range may take the limit by itself.
@@ -311,7 +311,7 @@ class Objects:
             self.rate.end(done)
 
     def reserve_ahead(self, size: int) -> bool:
-        """Counts bytes that are read ahead, if there is room for them."""
+        """Count bytes that are read ahead, if there is room for them."""
         with self._lock:
             if self._ahead_bytes + size > AHEAD_BYTES:
                 return False
@@ -325,21 +325,21 @@ class Objects:
     # Writing and listing, for which nobody waits
 
     def exists(self, name: str) -> dict[str, Any] | None:
-        """Returns size and version of an object, or None."""
+        """Return size and version of an object, or None."""
         try:
             return self._use(self.writes, self._writer.head, name)
         except FileNotFoundError:
             return None
 
     def get(self, name: str) -> bytes | None:
-        """Returns a small object, or None."""
+        """Return a small object, or None."""
         try:
             return bytes(self._use(self.writes, lambda: self._writer.get(name).bytes()))
         except FileNotFoundError:
             return None
 
     def put(self, name: str, data: bytes | Path) -> None:
-        """Writes an object, which appears as a whole or not at all. Raises FileNotFoundError: the file is gone."""
+        """Write an object, which appears as a whole or not at all. Raise FileNotFoundError: the file is gone."""
         try:
             self._use(self.writes, self._writer.put, name, data)
         except FileNotFoundError as error:
@@ -348,7 +348,7 @@ class Objects:
             raise self._failed(self.writes, error) from error  # there is no such bucket or folder
 
     def delete(self, name: str) -> None:
-        """Deletes an object, if it is there."""
+        """Delete an object, if it is there."""
         with suppress(FileNotFoundError):
             self._use(self.writes, self._writer.delete, name)
 
@@ -356,13 +356,13 @@ class Objects:
         self._use(self.writes, self._writer.rename, name, new)
 
     def list(self, prefix: str) -> Iterator[dict[str, Any]]:
-        """Yields ``path``, ``size``, ``last_modified`` and ``e_tag`` of every object below a prefix."""
+        """Yield ``path``, ``size``, ``last_modified`` and ``e_tag`` of every object below a prefix."""
         pages = iter(self._use(self.writes, self._client.list, prefix))
         while (page := self._use(self.writes, next, pages, None)) is not None:
             yield from page
 
     def probe(self) -> None:
-        """Asks the store for something, and has it read again if it answers within the limit of a look-up."""
+        """Ask the store for something, and have it read again if it answers within the limit of a look-up."""
         began = self.clock()
         with suppress(FileNotFoundError):
             self._use(self.reads, self._client.head, "probe")
@@ -378,7 +378,7 @@ class Objects:
     # Inside
 
     def _use(self, breaker: Breaker, call: Callable[..., T], *args: Any) -> T:
-        """Calls the client. Raises StoreUnavailable for any error that is not about the one object."""
+        """Call the client. Raise StoreUnavailable for any error that is not about the one object."""
         from obstore.exceptions import PreconditionError
 
         try:
@@ -406,13 +406,13 @@ class ObjectReader(FileSystem):
         self._deadline: float | None = None
 
     def begin(self, end: int) -> None:
-        """A load begins, which is to end within the limit. Ranges that follow one another are read ahead, up to
+        """Begin a load, which is to end within the limit. Ranges that follow one another are read ahead, up to
         ``end``."""
         self._end = end
         self._deadline = self._objects.clock() + self._objects.seconds
 
     def measure(self, size: int) -> None:
-        """Reads the first bytes for their time alone."""
+        """Read the first bytes for their time alone."""
         self._objects.await_range(self._objects.ask(self._name, 0, size, self._head.etag))
 
     @property
@@ -429,14 +429,14 @@ class ObjectReader(FileSystem):
         pass
 
     def end(self) -> None:
-        """The load has ended: what was read ahead is of no use."""
+        """End the load: what was read ahead is of no use."""
         while self._ahead:
             _, size, future = self._ahead.popleft()
             future.cancel()
             self._objects.release_ahead(size)
 
     def read(self, fd: int, into: memoryview, offset: int) -> int:
-        """Reads a range from the head, from what was read ahead, or from the store. Raises as
+        """Read a range from the head, from what was read ahead, or from the store. Raise as
         ``Objects.await_range``."""
         wanted = min(len(into), self._head.size - offset)
         if wanted <= 0:

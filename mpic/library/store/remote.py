@@ -48,12 +48,12 @@ log = logging.getLogger(__name__)
 
 
 def content_of(owner: str, chunk: ChunkKey) -> str:
-    """Returns the name of a content in the store, which all its forms begin with."""
+    """Return the name of a content in the store, which all its forms begin with."""
     return f"{owner_folder(owner)}/{chunk.kind}-{chunk.digest}"
 
 
 def object_of(key: KVKey) -> str:
-    """Returns the name of a chunk's object."""
+    """Return the name of a chunk's object."""
     return f"{CHUNKS}/{content_of(key.owner, key.chunk)}/{key.digest}{SUFFIX}"
 
 
@@ -76,7 +76,7 @@ class RemoteChunk:
         return self._inputs
 
     def read_layers(self, destination: torch.Tensor) -> Iterator[int]:
-        """Reads layer after layer, a few ranges ahead; see ``StoredChunk.read_layers``."""
+        """Read layer after layer, a few ranges ahead; see ``StoredChunk.read_layers``."""
         self._reader.begin(self._file.kv_end)
         try:
             with self._store.reading(self._key, self._reader):
@@ -86,7 +86,7 @@ class RemoteChunk:
         self._store.count(bytes_read=destination.nbytes)
 
     def worth(self, seconds: float) -> bool:
-        """Returns whether its KV is expected to be here in less time than computing it takes; see ``StoredChunk``."""
+        """Return whether its KV is expected to be here in less time than computing it takes; see ``StoredChunk``."""
         return self._store.worth(self._key, self._file, self._reader, seconds)
 
     def refuse(self, error: CorruptFile) -> None:
@@ -119,7 +119,7 @@ class RemoteTier:
         self._threads: list[threading.Thread] = []
 
     def begin(self, disk: DiskStore, library: str) -> None:
-        """Starts the thread that writes, with the deletions that an earlier process has left, and the one that probes.
+        """Start the thread that writes, with the deletions that an earlier process has left, and the one that probes.
 
         Args:
             library: id of the library, by which it knows its own tombstones.
@@ -134,7 +134,7 @@ class RemoteTier:
     # Reading
 
     def find(self, keys: Sequence[KVKey]) -> dict[KVKey, RemoteChunk]:
-        """Returns the chunks that the store has and whose header is good. All are asked for at once, and waited for at
+        """Return the chunks that the store has and whose header is good. All are asked for at once, and waited for at
         most the limit."""
         self._dropped.look_up(keys)
         with self._changed:
@@ -164,7 +164,7 @@ class RemoteTier:
 
     @contextmanager
     def reading(self, key: KVKey, reader: ObjectReader) -> Iterator[None]:
-        """Turns what goes wrong while a chunk is read into what ``StoredChunk`` raises, and counts it."""
+        """Turn what goes wrong while a chunk is read into what ``StoredChunk`` raises, and count it."""
         try:
             yield
         except FileNotFoundError:
@@ -178,7 +178,7 @@ class RemoteTier:
             raise
 
     def worth(self, key: KVKey, file: ChunkFile, reader: ObjectReader, seconds: float) -> bool:
-        """Applies the cost rule: ``latency + bytes / bandwidth < seconds``. A chunk is loaded while the bandwidth is
+        """Apply the cost rule: ``latency + bytes / bandwidth < seconds``. A chunk is loaded while the bandwidth is
         unknown; one that speaks against loading is measured anew when it is old."""
         rate, size = self.objects.rate, file.kv_end
         expected = rate.seconds(size)
@@ -203,11 +203,11 @@ class RemoteTier:
     # Writing
 
     def save(self, chunk: ChunkKV) -> None:
-        """Queues an upload; see ``offer``. The file is read from the disk, which has it already."""
+        """Queue an upload; see ``offer``. The file is read from the disk, which has it already."""
         self.offer([chunk.key])
 
     def offer(self, keys: Iterable[KVKey]) -> None:
-        """Queues uploads of chunks that are on the disk, unless they are known to be in the store. One that finds no
+        """Queue uploads of chunks that are on the disk, unless they are known to be in the store. One that finds no
         room is counted as refused."""
         with self._changed:
             for key in keys:
@@ -220,7 +220,7 @@ class RemoteTier:
             self._changed.notify_all()
 
     def drop(self, owner: str, chunk: ChunkKey) -> None:
-        """Queues a deletion of all forms of a content; an upload under way is undone. The catalogue notes it too
+        """Queue a deletion of all forms of a content; an upload under way is undone. The catalogue notes it too
         (``owes``), so that the next process makes it if this one cannot."""
         self._dropped.add(owner, chunk)
         content = content_of(owner, chunk)
@@ -231,11 +231,11 @@ class RemoteTier:
             self._changed.notify_all()
 
     def owes(self, owner: str, chunk: ChunkKey) -> str:
-        """Returns the name by which the catalogue notes a deletion until the store has been told."""
+        """Return the name by which the catalogue notes a deletion until the store has been told."""
         return content_of(owner, chunk)
 
     def close(self) -> None:
-        """Ends the threads after what they do now. What it has not uploaded is uploaded when it is next used; deletions
+        """End the threads after what they do now. What it has not uploaded is uploaded when it is next used; deletions
         are in the catalogue."""
         with self._changed:
             self._stopping = True
@@ -245,7 +245,7 @@ class RemoteTier:
         self.objects.close()
 
     def stats(self) -> dict[str, int]:
-        """Returns counters. ``chunks`` and ``bytes`` are those that this process has found or put there; ``up`` and
+        """Return counters. ``chunks`` and ``bytes`` are those that this process has found or put there; ``up`` and
         ``writable`` are 0 while the store is not read or not written."""
         rate = self.objects.rate
         with self._changed:
@@ -264,14 +264,14 @@ class RemoteTier:
             return {**self._counters, **measured}
 
     def check(self) -> None:
-        """Does nothing: the store has no records here. ``mpic library check --remote`` reads what it holds."""
+        """Do nothing: the store has no records here. ``mpic library check --remote`` reads what it holds."""
 
     def count(self, **by: int) -> None:
         with self._changed:
             self._counters.update(by)
 
     def forget(self, key: KVKey) -> None:
-        """Forgets that a chunk is in the store."""
+        """Forget that a chunk is in the store."""
         with self._changed:
             self._known.pop(key.digest, None)
 
@@ -289,7 +289,7 @@ class RemoteTier:
             self._changed.notify_all()
 
     def _probe(self) -> None:
-        """Tries a store that is not read until it is read again."""
+        """Try a store that is not read until it is read again."""
         reads = self.objects.reads
         while True:
             with self._changed:
@@ -319,7 +319,7 @@ class RemoteTier:
                     self._changed.notify_all()
 
     def _next(self) -> Callable[[], None] | None:
-        """Waits for something to do, deletions first; None: stop. Nothing is done while the store is not read."""
+        """Wait for something to do, deletions first; None: stop. Nothing is done while the store is not read."""
         reads, writes = self.objects.reads, self.objects.writes
         with self._changed:
             while not self._stopping:
@@ -344,7 +344,7 @@ class RemoteTier:
             return None
 
     def _delete(self, content: str) -> None:
-        """Deletes all forms of a content, of whatever server. The tombstone is there first: an upload of another server
+        """Delete all forms of a content, of whatever server. The tombstone is there first: an upload of another server
         that begins before it sees it when it ends."""
         self.objects.put(f"{DELETED}/{content}", json.dumps({"library": self._library}).encode())
         for found in self.objects.list(f"{CHUNKS}/{content}/"):

@@ -39,7 +39,7 @@ class Fault(NamedTuple):
 
 
 def stored(objects: Objects) -> Iterator[StoredObject]:
-    """Yield the chunks of a store and skip all other objects. Raises StoreUnavailable."""
+    """Yield the chunks of a store and skip all other objects. Raise StoreUnavailable."""
     for found in objects.list(f"{CHUNKS}/"):
         if match := CHUNK.fullmatch(found["path"]):
             owner, content, suffix = match.groups()
@@ -47,7 +47,7 @@ def stored(objects: Objects) -> Iterator[StoredObject]:
 
 
 def usage(objects: Objects) -> dict[str, tuple[int, int]]:
-    """Returns the number and the bytes of each owner's objects, by the hash of the owner. Raises StoreUnavailable."""
+    """Return the number and the bytes of each owner's objects, by the hash of the owner. Raise StoreUnavailable."""
     totals: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
     for one in stored(objects):
         count, size = totals[one.owner]
@@ -56,7 +56,7 @@ def usage(objects: Objects) -> dict[str, tuple[int, int]]:
 
 
 def check(objects: Objects, contents: bool = True) -> Iterator[Fault]:
-    """Yields what is wrong in a store. What should have been deleted, or was moved aside earlier, is deleted; what is
+    """Yield what is wrong in a store. What should have been deleted, or was moved aside earlier, is deleted; what is
     found to be damaged is moved aside.
 
     Args:
@@ -81,7 +81,7 @@ def check(objects: Objects, contents: bool = True) -> Iterator[Fault]:
 
 
 def _damage(objects: Objects, name: str) -> str | None:
-    """Reads a chunk in pieces; returns what is wrong with it, or None, also if it has gone meanwhile."""
+    """Read a chunk in pieces; return what is wrong with it, or None, also if it has gone meanwhile."""
     if (head := objects.head(name)) is None:
         return None
     try:

@@ -55,7 +55,7 @@ class TierBounds(NamedTuple):
     shared: float = 0.5
 
     def share(self, owner: str, used: Mapping[str, int]) -> float:
-        """Returns the bytes that an owner is guaranteed, given the bytes that each owner uses."""
+        """Return the bytes that an owner is guaranteed, given the bytes that each owner uses."""
         shared = self.budget * self.shared if used.get(SHARED) else 0.0
         if owner == SHARED:
             return shared
@@ -66,7 +66,7 @@ class TierBounds(NamedTuple):
 def make_room(
     bounds: TierBounds, used: Mapping[str, int], saver: str, size: int, candidates: Candidates[H]
 ) -> list[tuple[H, Why]]:
-    """Chooses the chunks to evict so that ``saver`` can store ``size`` bytes.
+    """Choose the chunks to evict so that ``saver`` can store ``size`` bytes.
 
     Args:
         used: bytes by owner, including those being written.
@@ -108,7 +108,7 @@ class _Eviction(Generic[H]):
         return self.gone
 
     def _keep_what_fits(self) -> None:
-        """Keeps those of the saver's own chunks that still fit, because a larger one was chosen after them; the most
+        """Keep those of the saver's own chunks that still fit, because a larger one was chosen after them; the most
         recently used first."""
         free, gone = self.bounds.budget - sum(self.used.values()), []
         for victim, why in reversed(self.gone):
@@ -119,7 +119,7 @@ class _Eviction(Generic[H]):
         self.gone = gone[::-1]
 
     def _why_not(self) -> str:
-        """Returns the reason why nothing may be evicted."""
+        """Return the reason why nothing may be evicted."""
         if self._over(self.saver) <= 0:
             return "what others hold beyond their shares is pinned or being written"
         share = int(self.bounds.share(self.saver, self.used))
@@ -129,7 +129,7 @@ class _Eviction(Generic[H]):
         return self.used[owner] - self.bounds.share(owner, self.used)
 
     def _from_others(self) -> bool:
-        """Evicts a chunk of another owner that exceeds that owner's share, if the saver is within its own."""
+        """Evict a chunk of another owner that exceeds that owner's share, if the saver is within its own."""
         others = sorted(self._lenders(), key=self._over, reverse=True)
         return any(
             self._take(owner, "share", self._over(owner), pinned)
@@ -138,7 +138,7 @@ class _Eviction(Generic[H]):
         )
 
     def _partly_lent(self) -> bool:
-        """Evicts the least recently used chunk of those owners, which takes its owner below its share."""
+        """Evict the least recently used chunk of those owners, which takes its owner below its share."""
         firsts = {owner: self._first(owner, None, pinned=False) for owner in self._lenders()}
         found = {owner: chunk for owner, chunk in firsts.items() if chunk is not None}
         if not found:
@@ -146,13 +146,13 @@ class _Eviction(Generic[H]):
         return self._take(min(found, key=lambda owner: found[owner].last_used), "share")
 
     def _lenders(self) -> list[str]:
-        """Returns the other owners that exceed their shares; none if the saver exceeds its own."""
+        """Return the other owners that exceed their shares; none if the saver exceeds its own."""
         if self._over(self.saver) > 0:
             return []
         return [owner for owner in self.used if owner != self.saver and self._over(owner) > 0]
 
     def _take(self, owner: str, why: Why, at_most: float | None = None, pinned: bool = False) -> bool:
-        """Evicts one chunk of this owner that has at most this many bytes; returns False if there is none."""
+        """Evict one chunk of this owner that has at most this many bytes; return False if there is none."""
         chunk = self._first(owner, at_most, pinned)
         if chunk is None:
             return False
@@ -162,7 +162,7 @@ class _Eviction(Generic[H]):
         return True
 
     def _first(self, owner: str, at_most: float | None, pinned: bool) -> H | None:
-        """Returns this owner's least recently used chunk of at most this many bytes, or None."""
+        """Return this owner's least recently used chunk of at most this many bytes, or None."""
         known = self._known.setdefault(owner, [])
         remaining = self._remaining.setdefault(owner, iter(self.candidates(owner)))
         for chunk in known:

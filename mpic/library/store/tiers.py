@@ -41,26 +41,26 @@ class Tier(Protocol):
     name: str
 
     def find(self, keys: Sequence[KVKey]) -> Mapping[KVKey, StoredChunk]:
-        """Returns the chunks that are stored. It is called once for a whole prompt and must return within milliseconds,
+        """Return the chunks that are stored. It is called once for a whole prompt and must return within milliseconds,
         if necessary with no chunks. A remote tier takes a round trip, and its own limit when it finds its store
         gone."""
         ...
 
     def save(self, chunk: ChunkKV) -> None:
-        """Keeps a copy if possible. A tier that is full or out of reach counts the failure and does not raise."""
+        """Keep a copy if possible. A tier that is full or out of reach counts the failure and does not raise."""
         ...
 
     def drop(self, owner: str, chunk: ChunkKey) -> None:
-        """Drops all forms of a content, which are invisible from now on. Returns at once; a slow tier queues the
+        """Drop all forms of a content, which are invisible from now on. Return at once; a slow tier queues the
         work."""
         ...
 
     def stats(self) -> dict[str, int]:
-        """Returns at least ``requested``, ``hits``, ``chunks``, ``bytes`` and ``evicted``."""
+        """Return at least ``requested``, ``hits``, ``chunks``, ``bytes`` and ``evicted``."""
         ...
 
     def check(self) -> None:
-        """Checks the tier. Raises IntegrityError if its records are wrong."""
+        """Check the tier. Raise IntegrityError if its records are wrong."""
         ...
 
 
@@ -75,14 +75,14 @@ class Promoted:
         return getattr(self._stored, name)
 
     def in_parts(self, most: int) -> PartedChunk | None:
-        """Opens the chunk to be read in parts, if every nearer tier can be read into (``reserve``): others are given
+        """Open the chunk to be read in parts, if every nearer tier can be read into (``reserve``): others are given
         a chunk when it lies in memory as a whole."""
         if not all(getattr(tier, "page_locked", False) for tier in self._nearer):
             return None
         return optional(self._stored, "in_parts", most)
 
     def reserve(self, shape: Sequence[int], dtype: torch.dtype) -> Reservation | None:
-        """Returns memory of the nearest tier in page-locked memory that takes the chunk, to be read into."""
+        """Return memory of the nearest tier in page-locked memory that takes the chunk, to be read into."""
         for tier in self._nearer:
             if getattr(tier, "page_locked", False):
                 return tier.reserve(self._key, self._stored.inputs, shape, dtype)  # ty: ignore[missing-attribute] (those with page-locked memory have it)
@@ -125,7 +125,7 @@ class TieredStore:
         self.path, self.reconcile, self.forget_gone = disk.path, disk.reconcile, disk.forget_gone
 
     def begin(self, library: str) -> None:
-        """Starts the tiers that work in the background; ``close`` ends them.
+        """Start the tiers that work in the background; ``close`` ends them.
 
         Args:
             library: id of the library.
@@ -156,7 +156,7 @@ class TieredStore:
         return found
 
     def open(self, key: KVKey) -> StoredChunk | None:
-        """Returns the stored chunk with its inputs read, or None if it is missing or bad."""
+        """Return the stored chunk with its inputs read, or None if it is missing or bad."""
         stored = self.find([key]).get(key)
         if stored is None:
             return None
@@ -168,7 +168,7 @@ class TieredStore:
         return stored
 
     def save(self, chunk: ChunkKV) -> None:
-        """Saves a chunk on the disk first, whose errors are raised, then in the other tiers if possible: one that fails
+        """Save a chunk on the disk first, whose errors are raised, then in the other tiers if possible: one that fails
         is counted and does not undo what is durable."""
         self.disk.save(chunk)
         for tier in self._others:
@@ -181,7 +181,7 @@ class TieredStore:
     # For the library
 
     def drop(self, db: Connection, owner: str, chunk: ChunkKey, state: str | None = None) -> list[ChunkRow]:
-        """Drops a content; see ``DiskStore.drop``. The other tiers drop it at once."""
+        """Drop a content; see ``DiskStore.drop``. The other tiers drop it at once."""
         for tier in self._others:
             tier.drop(owner, chunk)
             if (owed := optional(tier, "owes", owner, chunk)) is not None:
@@ -193,7 +193,7 @@ class TieredStore:
             tier.check()
 
     def tiers(self) -> dict[str, dict[str, int]]:
-        """Returns the counters of every tier, nearest first; ``failed`` counts the saves that a tier beside the disk
+        """Return the counters of every tier, nearest first; ``failed`` counts the saves that a tier beside the disk
         could not make."""
         failed = {name: {"failed": count} for name, count in self._failed.items()}
         return {tier.name: tier.stats() | failed.get(tier.name, {}) for tier in self._tiers}

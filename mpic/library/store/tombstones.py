@@ -32,11 +32,11 @@ class DeletedContents:
         self._lock = Lock()
 
     def __len__(self) -> int:
-        """Returns the number of remembered contents, at most twice the capacity."""
+        """Return the number of remembered contents, at most twice the capacity."""
         return len(self._deleted) + len(self._looked_up)
 
     def look_up(self, keys: Iterable[KVKey]) -> None:
-        """Notes that these chunks were looked up: they may be saved from now on."""
+        """Note that these chunks were looked up: they may be saved from now on."""
         with self._lock:
             for key in keys:
                 content = key.owner, key.chunk
@@ -46,7 +46,7 @@ class DeletedContents:
                 self._looked_up.popitem(last=False)
 
     def add(self, owner: str, chunk: ChunkKey) -> None:
-        """Notes that all forms of a content were deleted."""
+        """Note that all forms of a content were deleted."""
         with self._lock:
             self._looked_up.pop((owner, chunk), None)
             _put(self._deleted, (owner, chunk))
@@ -55,7 +55,7 @@ class DeletedContents:
                 self._forgotten = True
 
     def allows(self, key: KVKey) -> bool:
-        """Returns whether a chunk may be saved."""
+        """Return whether a chunk may be saved."""
         content = key.owner, key.chunk
         with self._lock:
             if self._forgotten:

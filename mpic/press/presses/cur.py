@@ -30,7 +30,7 @@ class CUR(Press):
         return self._shares(kv.keys) * self._shares(kv.values)
 
     def _shares(self, states: torch.Tensor) -> torch.Tensor:
-        """Returns each token's share of the squared norms in its window, ``[heads, n]`` for ``[heads, n,
+        """Return each token's share of the squared norms in its window, ``[heads, n]`` for ``[heads, n,
         head_dim]``."""
         import torch
 

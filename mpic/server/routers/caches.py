@@ -94,7 +94,7 @@ def delete_cache(cache_id: str, state: StateDep, user: CurrentUser) -> CacheDele
 
 
 def _parts(body: CacheRequest, split: Split, state: State) -> list[CachedText]:
-    """Returns the texts to cache. It may tokenize a whole book, so it runs on a thread."""
+    """Return the texts to cache. It may tokenize a whole book, so it runs on a thread."""
     if body.text is not None:
         text = body.text.removeprefix("\ufeff")
         state.library.caches.accepted(text)

@@ -92,12 +92,12 @@ class Dialect:
         self.places: dict[str, str] = {}
 
     def prepare(self, body: ChatRequest, state: State, user: str, handles: Handles) -> Prepared:
-        """Returns the requests for the engine; on a thread."""
+        """Return the requests for the engine; on a thread."""
         generation, rounds = prepare(body, state, user, handles)
         return [generation], rounds
 
     def place(self, param: str | None) -> str | None:
-        """Returns the field of the client's request that became a field of the chat, or a part of it."""
+        """Return the field of the client's request that became a field of the chat, or a part of it."""
         at = param or ""
         while at and at not in self.places:
             at = at[: max(at.rfind("."), at.rfind("["), 0)]
@@ -114,7 +114,7 @@ class Dialect:
         error.param = place
 
     def whole(self, completion: dict[str, Any], stop: str | None) -> dict[str, Any]:
-        """Returns the body of an answer.
+        """Return the body of an answer.
 
         Args:
             completion: a ``chat.completion``.
@@ -123,20 +123,20 @@ class Dialect:
         return completion
 
     def events(self, chunk: dict[str, Any], stop: str | None) -> Iterable[bytes]:
-        """Returns the events for a ``chat.completion.chunk``, and at the end for the one with the usage alone."""
+        """Return the events for a ``chat.completion.chunk``, and at the end for the one with the usage alone."""
         return (event(chunk),)
 
     def end(self) -> Iterable[bytes]:
-        """Returns the events after the last chunk."""
+        """Return the events after the last chunk."""
         return (DONE,)
 
     def failure(self, error: MPICError) -> bytes:
-        """Returns the event of an error in the middle of a stream, which then ends."""
+        """Return the event of an error in the middle of a stream, which then ends."""
         return event(error.body())
 
 
 async def answer(request: Request, body: ChatRequest, state: State, user: User, dialect: Dialect) -> Response:
-    """Returns the response to a request that has been translated to a chat completion, in its own dialect."""
+    """Return the response to a request that has been translated to a chat completion, in its own dialect."""
     try:
         check_model(state, body.model)
         return await _answer(request, body, state, user, dialect)
@@ -180,7 +180,7 @@ async def _answer(
 async def _submitted(
     request: Request, body: ChatRequest, state: State, user: str, handles: Handles, dialect: Dialect
 ) -> tuple[GenerationRequest, tuple[RetrievalRound, ...], ParallelSampling]:
-    """Builds a request and submits it, both on one thread, because handing work to another thread can take as long as
+    """Build a request and submit it, both on one thread, because handing work to another thread can take as long as
     building a short prompt.
 
     Returns:
@@ -221,7 +221,7 @@ def _parts(body: ChatRequest) -> int:
 def prepare(
     body: ChatRequest, state: State, user: str, handles: Handles
 ) -> tuple[GenerationRequest, tuple[RetrievalRound, ...]]:
-    """Returns the request for the engine, and the searches made for it; notes the ``handles`` that stay text.
+    """Return the request for the engine, and the searches made for it; note the ``handles`` that stay text.
 
     It may tokenize long texts and decode images, so it runs on a thread.
     """
@@ -276,13 +276,13 @@ def prepare(
 
 
 def template_options(body: ChatRequest) -> dict[str, Any]:
-    """Returns the variables that a request gives to the chat template."""
+    """Return the variables that a request gives to the chat template."""
     effort = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
     return {**(body.chat_template_kwargs or {}), **effort}
 
 
 def _seen(message: MessageParam) -> dict[str, Any]:
-    """Returns what the model sees of a message."""
+    """Return what the model sees of a message."""
     seen = message.model_dump(exclude_none=True, exclude=IGNORED)
     if message.reasoning and message.role == "assistant":
         seen.setdefault("reasoning_content", message.reasoning)
@@ -290,7 +290,7 @@ def _seen(message: MessageParam) -> dict[str, Any]:
 
 
 def asked_press(body: ChatRequest, policy: Policy | None) -> str | None:
-    """Returns the press that a request asks for, if any. Raises UnknownPress, or UnsupportedParameter if it would have
+    """Return the press that a request asks for, if any. Raise UnknownPress, or UnsupportedParameter if it would have
     no effect."""
     press = parse_press(body.mpic.press or "")
     if press is not None and policy is not None and not policy.uses_chunks:
@@ -308,7 +308,7 @@ def _resolver(state: State, user: str) -> LibraryResolver:
 
 
 def sampling_of(body: ChatRequest) -> Sampling:
-    """Returns the sampling parameters of a request."""
+    """Return the sampling parameters of a request."""
     one_call = offers_tools(body) and body.parallel_tool_calls is False
     return Sampling(
         max_tokens=body.max_completion_tokens or body.max_tokens,
@@ -323,12 +323,12 @@ def sampling_of(body: ChatRequest) -> Sampling:
 
 
 def offers_tools(body: ChatRequest) -> bool:
-    """Returns whether the model may call tools."""
+    """Return whether the model may call tools."""
     return bool(body.tools) and body.tool_choice != "none"
 
 
 def offered_tools(body: ChatRequest, template: ChatTemplate) -> list[dict[str, Any]]:
-    """Returns the tools that a request offers. Raises UnsupportedParameter if the model does not support tools."""
+    """Return the tools that a request offers. Raise UnsupportedParameter if the model does not support tools."""
     if not offers_tools(body):
         return []
     if body.mpic.retrieval.mode != "off":
@@ -378,7 +378,7 @@ async def _streamed(
     with_usage: bool,
     count: Count,
 ) -> Response:
-    """Waits for the first delta, so that an error before it is still an ordinary error response, but not so long that
+    """Wait for the first delta, so that an error before it is still an ordinary error response, but not so long that
     something on the way takes the connection for dead."""
     deltas = aiter(answers)
     first = asyncio.ensure_future(anext(deltas))

@@ -42,7 +42,7 @@ ENTITY_TAG = re.compile(r'(W/)?("[^"]*")')
 
 
 def form_fields(*known: str) -> Any:
-    """Returns a dependency that refuses unknown form fields, and a form without the first of the known ones, its
+    """Return a dependency that refuses unknown form fields, and a form without the first of the known ones, its
     file."""
 
     async def check(request: Request) -> None:
@@ -61,7 +61,7 @@ def form_fields(*known: str) -> Any:
 
 
 async def known_query(request: Request) -> None:
-    """Refuses query fields that the route does not have. Raises UnsupportedParameter."""
+    """Refuse query fields that the route does not have. Raise UnsupportedParameter."""
     known = {field.alias for field in request.scope["route"].dependant.query_params}
     for name in sorted(set(request.query_params) - known):
         raise UnsupportedParameter(f"{cut(name)} is not supported by this server", param=cut(name))
@@ -94,7 +94,7 @@ class _Download(StreamingResponse):
 
 
 def download(request: Request, file: File | Reference, open: Callable[[], OpenOriginal]) -> Response:
-    """Returns the response to a request of an original: all of it or one range (RFC 9110, section 14), its headers
+    """Return the response to a request of an original: all of it or one range (RFC 9110, section 14), its headers
     alone for HEAD, or nothing if the client has it. Browsers save it and never display it, whatever the content is.
 
     Args:
@@ -130,14 +130,14 @@ def download(request: Request, file: File | Reference, open: Callable[[], OpenOr
 
 
 def _names(request: Request, field: str, tag: str, weakly: bool) -> bool:
-    """Returns whether a field with entity tags names this one (RFC 9110, section 13.1)."""
+    """Return whether a field with entity tags names this one (RFC 9110, section 13.1)."""
     value = ",".join(request.headers.getlist(field))
     found = ENTITY_TAG.findall(value)
     return value.strip() == "*" or any(one == tag and (weakly or not weak) for weak, one in found)
 
 
 def _range(header: str, size: int) -> range | None:
-    """Returns the bytes that a ``Range`` header asks for; None if it asks for several ranges or is not valid, for which
+    """Return the bytes that a ``Range`` header asks for; None if it asks for several ranges or is not valid, for which
     all bytes may be sent.
 
     Raises:
@@ -159,7 +159,7 @@ def _range(header: str, size: int) -> range | None:
 
 
 def shown(kind: type[T], source: object, **more: Any) -> T:
-    """Returns an object of the API, whose fields come from ``source`` and ``more``. Times are in whole seconds."""
+    """Return an object of the API, whose fields come from ``source`` and ``more``. Times are in whole seconds."""
     found = {
         name: getattr(source, name)
         for name in kind.model_fields
@@ -170,7 +170,7 @@ def shown(kind: type[T], source: object, **more: Any) -> T:
 
 
 async def listed(request: Request, state: State, make: Callable[[], BaseModel]) -> Response:
-    """Returns what ``make`` returns as JSON. All of that is work in proportion to the rows shown, so it is done on the
+    """Return what ``make`` returns as JSON. All of that is work in proportion to the rows shown, so it is done on the
     threads for listings, of which each user has few."""
     return await state.pools.listings.run(request, lambda: _json(make()))
 
@@ -180,7 +180,7 @@ def _json(body: BaseModel) -> Response:
 
 
 def tiers_of(state: State, user: str, ids: Iterable[str]) -> Tiers:
-    """Returns the tiers below the device that hold KV of these files of the user for the served model."""
+    """Return the tiers below the device that hold KV of these files of the user for the served model."""
     wanted = "files.owner = :user AND c.model = :model AND c.state = 'ready'"
     asked = "FROM json_each(:ids) AS asked CROSS JOIN files ON files.id = asked.value"
     same = "c.owner = files.owner AND c.kind = files.kind"

@@ -168,7 +168,7 @@ def arguments_of(
     anchor: str | None = None,
     lifetime: int | None = None,
 ) -> dict[str, Any]:
-    """Returns the arguments of ``UploadLibrary.upload`` for an upload, besides its content.
+    """Return the arguments of ``UploadLibrary.upload`` for an upload, besides its content.
 
     Raises:
         UnsupportedParameter, UnknownPress, BadRequest: a field is not valid.
@@ -197,7 +197,7 @@ async def store(
     filename: str,
     arguments: dict[str, Any],
 ) -> FileObject:
-    """Stores an upload of whatever route, has it compiled, and returns it with its outcome."""
+    """Store an upload of whatever route, have it compiled, and return it with its outcome."""
     stored = await state.library.files.upload(user.id, content, filename, **arguments)
     try:
         # on a thread, as the engine may take a step for each chunk; first, as the new file may have some of them
@@ -213,7 +213,7 @@ async def store(
 
 
 def _lifetime(ttl: int | None, anchor: str | None, seconds: int | None) -> int | None:
-    """Returns the lifetime of an upload in seconds, from our field or OpenAI's. Raises BadRequest if they are in
+    """Return the lifetime of an upload in seconds, from our field or OpenAI's. Raise BadRequest if they are in
     conflict."""
     if (anchor is None) != (seconds is None):
         missing = "expires_after[anchor]" if anchor is None else "expires_after[seconds]"
@@ -226,7 +226,7 @@ def _lifetime(ttl: int | None, anchor: str | None, seconds: int | None) -> int |
 
 
 def checked_press(press: str | None, engine: Engine) -> str | None:
-    """Returns a press's canonical name.
+    """Return a press's canonical name.
 
     Raises:
         UnknownPress: there is no press of that name.

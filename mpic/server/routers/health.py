@@ -74,7 +74,7 @@ async def ready(state: StateDep) -> JSONResponse:
 
 
 async def _check(state: State) -> None:
-    """Raises the MPICError that keeps the server from working, if there is one. It waits for none of the threads that
+    """Raise the MPICError that keeps the server from working, if there is one. It waits for none of the threads that
     requests use."""
     state.engine.ready()
     await state.probe.run()

@@ -129,7 +129,7 @@ class MessagesDialect(Translation):
                 self._block(turn.role, where, block, f"{where}.content[{k}]")
 
     def _block(self, role: str, turn: str, block: AnyBlock, at: str) -> None:
-        """Adds a block. The result of a tool is a message of its own, in its place."""
+        """Add a block. The result of a tool is a message of its own, in its place."""
         owner = "user" if isinstance(block, ToolResultBlock) else "assistant"
         if role != owner and isinstance(block, ToolResultBlock | ToolUseBlock | ThinkingBlock):
             raise BadRequest(f"{block.type} is a block of the {owner}", param=f"{at}.type")
@@ -165,7 +165,7 @@ class MessagesDialect(Translation):
             fields["parallel_tool_calls"] = False
 
     def link(self, body: ChatRequest, asked: MessagesRequest, state: State, user: str) -> ChatRequest:
-        """Returns the chat with what its thread has kept, and has its answer kept, too. Raises ResponseNotFound."""
+        """Return the chat with what its thread has kept, and have its answer kept, too. Raise ResponseNotFound."""
         thread = asked.thread
         if thread is None:
             return body
@@ -269,7 +269,7 @@ def _event(name: str, **fields: Any) -> bytes:
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    """Returns the usage in Anthropic's words, which count what was read from a cache, what was put into it, and the
+    """Return the usage in Anthropic's words, which count what was read from a cache, what was put into it, and the
     rest of the prompt."""
     read = usage["prompt_tokens_details"]["cached_tokens"]
     created = sum(chunk["reused"] for chunk in usage["mpic"]["chunks"] if chunk["tier"] == "compiled")
@@ -294,7 +294,7 @@ def _texts(content: str | Iterable[PartBlock], where: str) -> Parts:
 
 
 def _parts(block: PartBlock, at: str) -> Parts:
-    """Yields the content parts of a block that is no call and no result."""
+    """Yield the content parts of a block that is no call and no result."""
     if isinstance(block, TextBlock):
         yield {"type": "text", "text": block.text, "cache_control": block.cache_control}, at
     elif isinstance(block, SearchResultBlock):
@@ -355,7 +355,7 @@ class _MessagesRoute(TranslatedRoute):
     dialect = MessagesDialect
 
     def bounds(self, state: State) -> Bounds:
-        """Returns the bounds without that of text, because images and documents in base64 are no data URLs here."""
+        """Return the bounds without that of text, because images and documents in base64 are no data URLs here."""
         return Bounds(values=super().bounds(state).values)
 
 
@@ -402,7 +402,7 @@ def _is_json(start: Message) -> bool:
 
 
 def shaped(body: dict[str, Any], status: int) -> dict[str, Any]:
-    """Returns the body of an error in Anthropic's shape; our own fields stay."""
+    """Return the body of an error in Anthropic's shape; our own fields stay."""
     kind = KINDS.get(status, KINDS[400] if status < 500 else "api_error")
     return {"type": "error", "error": {**body["error"], "type": kind}}
 

@@ -19,7 +19,7 @@ router = APIRouter(tags=["health"])
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
 async def metrics(state: StateDep, user: MonitorUser) -> PlainTextResponse:
-    """Times of answers, tokens reused and recomputed, tiers, evictions and pages, in Prometheus' text format. With API
-    keys it needs one with the role metrics or admin."""
+    """Show times of answers, tokens reused and recomputed, tiers, evictions and pages, in Prometheus' text format.
+    With API keys it needs one with the role metrics or admin."""
     text = await run_in_threadpool(state.metrics.text)
     return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)

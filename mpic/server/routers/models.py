@@ -12,7 +12,7 @@ router = APIRouter(prefix="/v1/models", tags=["models"])
 
 
 def check_model(state: State, name: str | None) -> None:
-    """Raises ModelNotFound unless ``name`` is the served model (or not given)."""
+    """Raise ModelNotFound unless ``name`` is the served model (or not given)."""
     served = state.engine.info.name
     if name is not None and name != served:
         raise ModelNotFound(f"model {cut(name)!r} is not served here; {served!r} is", param="model")

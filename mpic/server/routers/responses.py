@@ -134,7 +134,7 @@ class ResponsesDialect(Translation):
             fields["response_format"] = {"type": asked.type, **({"json_schema": schema} if schema else {})}
 
     def link(self, body: ChatRequest, kept: KeptResponses, user: str) -> ChatRequest:
-        """Returns the chat with what is kept: the conversation that it goes on from, and items that it names. Raises
+        """Return the chat with what is kept: the conversation that it goes on from, and items that it names. Raise
         ResponseNotFound."""
         messages = list(body.messages)
         for number, id, place in self.references:
@@ -258,7 +258,7 @@ class ResponsesDialect(Translation):
         yield self._event("response.output_item.added", output_index=len(self._output) - 1, item=item)
 
     def _done(self) -> Iterator[bytes]:
-        """Yields the events at the end of the last item."""
+        """Yield the events at the end of the last item."""
         if not self._output:
             return
         item = self._output[-1]
@@ -280,7 +280,7 @@ class ResponsesDialect(Translation):
         self._output[-1]["status"] = self._status
 
     def _finished(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """Returns the finished response, and keeps it."""
+        """Return the finished response, and keep it."""
         incomplete = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
         self._body |= {
             "completed_at": int(time.time()),
@@ -313,7 +313,7 @@ def _text(text: str) -> dict[str, Any]:
 
 
 def _as_message(item: dict[str, Any]) -> MessageParam:
-    """Returns an output item as a message of a chat."""
+    """Return an output item as a message of a chat."""
     if item["type"] == "message":
         return MessageParam(role="assistant", content=item["content"][0]["text"])
     function = {"name": item["name"], "arguments": item["arguments"]}
@@ -322,7 +322,7 @@ def _as_message(item: dict[str, Any]) -> MessageParam:
 
 
 def _joined(messages: Iterable[MessageParam]) -> list[MessageParam]:
-    """Returns the messages of one answer with its calls in the message of its words."""
+    """Return the messages of one answer with its calls in the message of its words."""
     joined: list[MessageParam] = []
     for message in messages:
         if joined and message.tool_calls:
@@ -334,7 +334,7 @@ def _joined(messages: Iterable[MessageParam]) -> list[MessageParam]:
 
 
 def _parts(content: str | Content, where: str) -> Parts:
-    """Yields the content parts of a message or of the output of a call."""
+    """Yield the content parts of a message or of the output of a call."""
     if isinstance(content, str):
         yield {"type": "text", "text": content}, where
         return
@@ -426,5 +426,5 @@ async def delete_response(response_id: str, state: StateDep, user: CurrentUser) 
 
 
 def _own(id: str) -> str:
-    """Returns the id of a response of this dialect, whatever is asked for."""
+    """Return the id of a response of this dialect, whatever is asked for."""
     return f"resp_{id.removeprefix('resp_')}"

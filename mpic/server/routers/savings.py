@@ -43,7 +43,7 @@ async def savings(
 
 
 def _savings(state: State, whose: str | None, days: int) -> Savings:
-    """Returns the savings of a user, or of all."""
+    """Return the savings of a user, or of all."""
     ledger = state.savings
     first = time.strftime("%Y-%m-%d", time.gmtime(time.time() - (days - 1) * DAY))
     by_day = ledger.days(whose, first)
@@ -64,7 +64,7 @@ def _savings(state: State, whose: str | None, days: int) -> Savings:
 
 
 def _items(state: State, user: str | None) -> tuple[list[ReuseOfItem], bool]:
-    """Returns the reuse of a user's files, or of the references if None, the least reused first, and whether there are
+    """Return the reuse of a user's files, or of the references if None, the least reused first, and whether there are
     newer ones that were left out."""
     uses = state.savings.uses(user)
     if user is None:
@@ -85,7 +85,7 @@ def _items(state: State, user: str | None) -> tuple[list[ReuseOfItem], bool]:
 def _reuse(
     item: File | Reference, name: str, keys: Iterable[str], uses: dict[str, ChunkReuse]
 ) -> ReuseOfItem:
-    """Returns the reuse of what is linked as these chunks. An answer links all of them, so uses are not added up."""
+    """Return the reuse of what is linked as these chunks. An answer links all of them, so uses are not added up."""
     used = [uses[key] for key in dict.fromkeys(keys) if key in uses]
     return ReuseOfItem(
         id=item.id,

@@ -47,7 +47,7 @@ class Translation(Dialect):
 
     @classmethod
     def translate(cls, asked: Any, size: int) -> tuple[ChatRequest, Translation]:
-        """Returns a request as a chat completion, with the dialect that writes its answers.
+        """Return a request as a chat completion, with the dialect that writes its answers.
 
         Args:
             size: bytes of the request.
@@ -62,7 +62,7 @@ class Translation(Dialect):
         return f"messages[{len(self.messages) - 1}]"
 
     def begin(self, role: str, place: str, content: str | None = None, **fields: Any) -> None:
-        """Begins a new message.
+        """Begin a new message.
 
         Args:
             content: the field that holds its content; None: it is ``place`` itself.
@@ -72,25 +72,25 @@ class Translation(Dialect):
         self.places[f"{self._last}.content"] = content or place
 
     def go_on(self, role: str, place: str, content: str | None = None) -> None:
-        """Begins a new message (``begin``) unless the last one has this role."""
+        """Begin a new message (``begin``) unless the last one has this role."""
         if not self.messages or self.messages[-1]["role"] != role:
             self.begin(role, place, content)
 
     def add(self, parts: Parts) -> None:
-        """Adds parts to the last message."""
+        """Add parts to the last message."""
         content = self.messages[-1]["content"]
         for part, place in parts:
             self.places[f"{self._last}.content[{len(content)}]"] = place
             content.append(part)
 
     def call(self, id: str, name: str, arguments: str, place: str) -> None:
-        """Adds a tool call to the last message."""
+        """Add a tool call to the last message."""
         calls = self.messages[-1].setdefault("tool_calls", [])
         self.places[f"{self._last}.tool_calls[{len(calls)}]"] = place
         calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
 
     def go_on_from(self, body: ChatRequest, kept: KeptResponse, at: int, place: str) -> ChatRequest:
-        """Returns a chat with the conversation that it goes on from.
+        """Return a chat with the conversation that it goes on from.
 
         Args:
             at: number of the message in front of which it stands.
@@ -110,7 +110,7 @@ class Translation(Dialect):
         )
 
     def chat(self, fields: dict[str, Any]) -> ChatRequest:
-        """Returns the chat completion of these fields. Raises the error to report, with the client's own names of
+        """Return the chat completion of these fields. Raise the error to report, with the client's own names of
         fields, if there is none."""
         try:
             return ChatRequest.model_validate(fields)
@@ -134,7 +134,7 @@ class TranslatedRoute(PromptRoute):
 
 
 async def count(asked: ChatRequest, dialect: Dialect, request: Request, state: State, user: str) -> int:
-    """Returns the tokens of a conversation. Its images and documents are compiled, which an answer then reuses.
+    """Return the tokens of a conversation. Its images and documents are compiled, which an answer then reuses.
 
     Raises:
         ClientDisconnected: the client closed the connection.
@@ -160,6 +160,6 @@ async def count(asked: ChatRequest, dialect: Dialect, request: Request, state: S
 
 
 def calls_of(message: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yields the id, the name and the arguments, JSON, of the calls in a message or in a delta of one."""
+    """Yield the id, the name and the arguments, JSON, of the calls in a message or in a delta of one."""
     for call in message.get("tool_calls") or ():
         yield call.get("id", ""), call["function"].get("name", ""), call["function"].get("arguments", "")

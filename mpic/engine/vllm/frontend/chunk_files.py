@@ -35,7 +35,7 @@ class ChunkFiles:
         self.rechecks: dict[KVKey, asyncio.Task[None]] = {}
 
     async def bring(self, users: list[LinkedChunk]) -> None:
-        """Copies a chunk of a farther tier to the disk, for all places of a request that link it. One that cannot be
+        """Copy a chunk of a farther tier to the disk, for all places of a request that link it. One that cannot be
         read, or that the disk does not take, is compiled."""
         path = self._store.path(users[0].key)
         async with self._slots.turn(users[0].key.owner, 0):
@@ -46,7 +46,7 @@ class ChunkFiles:
             user.farther = None
 
     async def look_again(self, users: list[LinkedChunk]) -> None:
-        """Finds a chunk that has been stored since a request linked it, for all places of the request that link it."""
+        """Find a chunk that has been stored since a request linked it, for all places of the request that link it."""
         key = users[0].key
         if not await asyncio.to_thread(self._store.path(key).is_file):
             return  # ``open`` would count it as not found once more
@@ -55,12 +55,12 @@ class ChunkFiles:
             user.stored, user.rotary_length, user.prompt = True, stored.inputs.rotary_length, None
 
     def file(self, linked: LinkedChunk) -> tuple[str, str]:
-        """Returns path and key digest of a chunk that has a file, as orders give them."""
+        """Return path and key digest of a chunk that has a file, as orders give them."""
         path = linked.spooled.path if linked.spooled is not None else self._store.path(linked.key)
         return str(path.relative_to(self._store.root)), linked.key.digest
 
     async def recheck(self, linked: LinkedChunk, code: str) -> None:
-        """Reads a chunk's file again after vLLM could not use one of a request's files. A file that cannot be read
+        """Read a chunk's file again after vLLM could not use one of a request's files. A file that cannot be read
         whole is moved aside by the store, and the chunk will be compiled again. Whether it is or not, the request gets
         a file of its own: in a store without room for all of its chunks, each that is saved evicts another one."""
         linked.own_file = True
@@ -69,7 +69,7 @@ class ChunkFiles:
             linked.stored, linked.reason, linked.tier = False, code, "none"
 
     def hold(self, linked: LinkedChunk) -> bool:
-        """Gives a chunk with a stored file a spooled one; returns False if that is impossible."""
+        """Give a chunk with a stored file a spooled one; return False if that is impossible."""
         try:
             linked.spooled = linked.spooled or self._spool.hold(self._store.path(linked.key))
         except OSError as error:
@@ -77,7 +77,7 @@ class ChunkFiles:
         return linked.spooled is not None
 
     def recheck_later(self, linked: LinkedChunk) -> None:
-        """Reads a stored chunk's file again in the background after a request computed the chunk, because vLLM could
+        """Read a stored chunk's file again in the background after a request computed the chunk, because vLLM could
         not use the file. One that cannot be read whole is moved aside by the store, and the next request compiles
         it."""
         key = linked.key

@@ -31,7 +31,7 @@ class ChunkSizes:
         self._lock = threading.Lock()
 
     def keep(self, key: KVKey, tokens: int, rotary_length: int) -> ChunkSize:
-        """Remembers a chunk's size, and returns it."""
+        """Remember a chunk's size, and return it."""
         size = ChunkSize(tokens, rotary_length)
         with self._lock:
             self._sizes.setdefault((key.owner, key.chunk), {})[key] = size
@@ -87,11 +87,11 @@ class CompileTask:
     spooled: SpooledFile | None = None
 
     def mark_computed(self) -> None:
-        """Records that vLLM has done its part. From now on the compile ends even if the engine is stopped meanwhile."""
+        """Record that vLLM has done its part. From now on the compile ends even if the engine is stopped meanwhile."""
         self.computed = True
 
     def end(self) -> None:
-        """Makes those who wait for the compile, which has ended, the users of the file."""
+        """Make those who wait for the compile, which has ended, the users of the file."""
         if self.task.cancelled() or self.task.exception() is not None:
             return
         self.spooled = self.task.result().spooled
@@ -101,7 +101,7 @@ class CompileTask:
                 self.spooled.drop()
 
     def leave(self) -> None:
-        """Lets a caller who was cancelled go."""
+        """Let a caller who was cancelled go."""
         self.waiting -= 1
         if not self.waiting and not self.started:
             self.cancelled = self.task.cancel()
@@ -148,7 +148,7 @@ class LinkedChunk:
         return len(self.ids)
 
     def release(self) -> None:
-        """Drops its spooled file, because the request has ended or the file cannot be used."""
+        """Drop its spooled file, because the request has ended or the file cannot be used."""
         if self.spooled is not None:
             self.spooled.drop()
         self.spooled = self.prompt = None

@@ -68,7 +68,7 @@ class Gauges(StatLoggerBase):
             self.preemptions += iteration_stats.num_preempted_reqs
 
     def log_engine_initialized(self) -> None:
-        """Logs nothing."""
+        """Log nothing."""
 
 
 class VLLMClient(LoopThread):
@@ -125,11 +125,11 @@ class VLLMClient(LoopThread):
         return getattr(processor.info.get_hf_processor(), "image_processor", None) if processor else None
 
     def ask_workers(self, method: str) -> list[Any]:
-        """Calls a method of ``LinkWorker`` without arguments, and returns the answer of each worker."""
+        """Call a method of ``LinkWorker`` without arguments, and return the answer of each worker."""
         return self.wait(self._llm.collective_rpc(method))
 
     def close(self) -> None:
-        """Ends vLLM's processes and the loop."""
+        """End vLLM's processes and the loop."""
         self.wait(self._shutdown())
         self.stop()
 
@@ -140,7 +140,7 @@ class VLLMClient(LoopThread):
     # ---- on the loop
 
     async def render(self, parts: Sequence[Sequence[int] | Chunk], salt: str) -> VLLMPrompt:
-        """Returns a prompt of token ids and chunks.
+        """Return a prompt of token ids and chunks.
 
         Args:
             salt: cache salt for its blocks in the prefix cache. vLLM knows an image by owner, content and salt, so no
@@ -190,7 +190,7 @@ class VLLMClient(LoopThread):
         return VLLMPrompt(made["prompt_token_ids"], tuple((p.offset, p.length) for p in places), made)
 
     async def generate(self, prompt: VLLMPrompt, params: SamplingParams) -> AsyncIterator[RequestOutput]:
-        """Yields vLLM's outputs as they come. Closing the iterator aborts the request."""
+        """Yield vLLM's outputs as they come. Closing the iterator aborts the request."""
         if self.dead:
             raise EngineStopped("vLLM's engine has died; start the server again")
         with _as_ours(BadRequest):
@@ -199,15 +199,15 @@ class VLLMClient(LoopThread):
                     yield output
 
     async def forget_prompts(self) -> bool:
-        """Empties vLLM's prefix cache and its caches of processed and encoded images, for measurements; a connector
-        keeps what it has. Returns False if a running request kept its blocks."""
+        """Empty vLLM's prefix cache and its caches of processed and encoded images, for measurements; a connector
+        keeps what it has. Return False if a running request kept its blocks."""
         done = await self._llm.reset_prefix_cache()
         await self._llm.reset_mm_cache()
         await self._llm.reset_encoder_cache()
         return bool(done)
 
     async def execute(self, prompt: VLLMPrompt, order: CompileOrder, user: str) -> None:
-        """Computes a prompt of a user only for the effect of its order.
+        """Compute a prompt of a user only for the effect of its order.
 
         Raises:
             CompileFailed: vLLM did not follow the order.
@@ -233,7 +233,7 @@ class VLLMClient(LoopThread):
 
 
 def report_of(output: RequestOutput | None) -> dict[str, Any]:
-    """Returns the connector's report that an output carries; empty if there is none."""
+    """Return the connector's report that an output carries; empty if there is none."""
     params = (output.kv_transfer_params if output is not None else None) or {}
     return params.get(FIELD) or {}
 
@@ -241,7 +241,7 @@ def report_of(output: RequestOutput | None) -> dict[str, Any]:
 def unfinished(
     what: str, last: RequestOutput | None, report: Mapping[str, Any], otherwise: type[MPICError]
 ) -> MPICError:
-    """Returns the error of a request that vLLM did not compute to its end.
+    """Return the error of a request that vLLM did not compute to its end.
 
     Args:
         what: a clause that says what is missing.
@@ -259,7 +259,7 @@ def unfinished(
 
 @contextmanager
 def _as_ours(refusal: type[MPICError]) -> Any:
-    """Converts vLLM's errors to those of ``mpic.errors``; an error that the request caused becomes ``refusal``."""
+    """Convert vLLM's errors to those of ``mpic.errors``; an error that the request caused becomes ``refusal``."""
     try:
         yield
     except MPICError:

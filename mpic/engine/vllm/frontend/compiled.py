@@ -35,7 +35,7 @@ async def compute(
     user: str,
     computed: Callable[[], None] = lambda: None,
 ) -> tuple[ChunkInputs, torch.Tensor]:
-    """Computes a prompt that is one chunk behind start tokens, and returns what its workers exported.
+    """Compute a prompt that is one chunk behind start tokens, and return what its workers exported.
 
     Args:
         root: folder of the chunk store, which the spool is in.
@@ -56,7 +56,7 @@ async def compute(
 
 
 def _make_private(folder: Path) -> None:
-    """Makes a folder in the spool, and the spool if it has been removed, which nobody else can read."""
+    """Make a folder in the spool, and the spool if it has been removed, which nobody else can read."""
     folder.parent.mkdir(mode=0o700, exist_ok=True)
     folder.mkdir(mode=0o700)
 
@@ -64,7 +64,7 @@ def _make_private(folder: Path) -> None:
 def read_compiled(
     folder: Path, timeout: float = 30.0, dead: Callable[[], bool] = lambda: False
 ) -> tuple[ChunkInputs, torch.Tensor]:
-    """Reads a compiled chunk from its workers' files, which may still be being written.
+    """Read a compiled chunk from its workers' files, which may still be being written.
 
     Args:
         folder: the compile order's folder, absolute.
@@ -91,7 +91,7 @@ def read_compiled(
 def _read_parts(
     folder: Path, timeout: float, dead: Callable[[], bool]
 ) -> tuple[dict[str, str], dict[str, torch.Tensor], list[Part]]:
-    """Returns the first file's metadata and inputs, and every worker's part."""
+    """Return the first file's metadata and inputs, and every worker's part."""
     first = _wait(folder, part_name(0, 0), timeout, dead)
     try:
         with safe_open(first, "pt") as file:
@@ -111,7 +111,7 @@ def _read_parts(
 
 
 def _together(parts: list[Part]) -> torch.Tensor:
-    """Returns the KV of all workers."""
+    """Return the KV of all workers."""
     if len(parts) == 1:
         return parts[0][1]
     bounds = [(*map(int, m["layers"].split()), *map(int, m["heads"].split())) for m, _ in parts]
@@ -144,7 +144,7 @@ def _wait(folder: Path, name: str, timeout: float, dead: Callable[[], bool]) -> 
 
 
 def _written(spool: Path) -> set[tuple[str, int, int, int]]:
-    """Returns everything in the folders of a spool, with what changes as it is written."""
+    """Return everything in the folders of a spool, with what changes as it is written."""
     found = set()
     for name in glob("*/*", root_dir=spool):  # unlike Path.glob, it takes no notice of folders that vanish
         with suppress(OSError):  # it is complete, or nobody waits any more

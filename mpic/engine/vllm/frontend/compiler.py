@@ -67,7 +67,7 @@ class ChunkCompiler:
         return KVKey.of(chunk.owner, chunk.key, self._model.digest, self._model.recipe(wrapping))
 
     def link(self, chunks: Sequence[Chunk], policy: Policy) -> list[LinkedChunk]:
-        """Returns every chunk with its token ids. An image whose size is not known is prepared for the vision encoder,
+        """Return every chunk with its token ids. An image whose size is not known is prepared for the vision encoder,
         which tells how many tokens it takes.
 
         Raises:
@@ -104,13 +104,13 @@ class ChunkCompiler:
         return linked
 
     def forget(self, chunk: Chunk) -> None:
-        """Forgets a chunk whose tombstone has been set."""
+        """Forget a chunk whose tombstone has been set."""
         self.sizes.forget(chunk)
 
     # ---- compiling
 
     async def compile(self, chunk: Chunk, wrapping: Wrapping, arrived: float) -> int:
-        """Stores a chunk, compiling it if needed; returns its number of tokens.
+        """Store a chunk, compiling it if needed; return its number of tokens.
 
         Raises:
             StorageFull, StorageQuotaExceeded: it was compiled and cannot be stored.
@@ -133,7 +133,7 @@ class ChunkCompiler:
         raise compiled.unkept or DeletedMeanwhile("the chunk was deleted or evicted as soon as it was stored")
 
     async def ensure(self, linked: Sequence[LinkedChunk], arrived: float) -> int:
-        """Makes sure that all these chunks have files; returns how many tokens had to be compiled for that."""
+        """Make sure that all these chunks have files; return how many tokens had to be compiled for that."""
         missing: dict[KVKey, list[LinkedChunk]] = {}
         farther: dict[KVKey, list[LinkedChunk]] = {}
         unknown: dict[KVKey, list[LinkedChunk]] = {}
@@ -164,7 +164,7 @@ class ChunkCompiler:
         return sum(done)
 
     async def _ensure(self, key: KVKey, users: list[LinkedChunk], arrived: float) -> int:
-        """Compiles a chunk once for all places of a request that link it; returns its number of tokens."""
+        """Compile a chunk once for all places of a request that link it; return its number of tokens."""
         began = time.monotonic()
         reason = users[0].reason or await asyncio.to_thread(self._store.missing_reason, key)
         own_file = any(user.own_file for user in users)
@@ -187,7 +187,7 @@ class ChunkCompiler:
     async def _compiled(
         self, chunk: Chunk, key: KVKey, prompt: VLLMPrompt | None, arrived: float, own_file: bool = False
     ) -> CompiledChunk:
-        """Waits for the compile of a chunk. A compile under way is joined, unless the chunk was deleted between its
+        """Wait for the compile of a chunk. A compile under way is joined, unless the chunk was deleted between its
         start and this caller's arrival. Cancelling a caller does not cancel it, unless it is in the queue and nobody
         else waits for it. The caller is a user of ``spooled``."""
         while (task := self._tasks.get(key)) is not None and (
@@ -209,7 +209,7 @@ class ChunkCompiler:
             raise
 
     def _overtaken(self, task: CompileTask, key: KVKey, arrived: float) -> bool:
-        """Returns whether the chunk was deleted after the compile's caller arrived and before this caller did. The
+        """Return whether the chunk was deleted after the compile's caller arrived and before this caller did. The
         result of such a compile is neither stored nor shown to this caller."""
         return self._tombstones.key_since(task.arrived, key) and not self._tombstones.key_since(arrived, key)
 
@@ -255,7 +255,7 @@ class ChunkCompiler:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _check(self, chunk: Chunk, key: KVKey, inputs: ChunkInputs) -> None:
-        """Raises CompileFailed for inputs that are not those of the chunk."""
+        """Raise CompileFailed for inputs that are not those of the chunk."""
         before, behind = self._model.soft_tokens(key.recipe)
         own = slice(before, len(inputs) - behind)
         if chunk.token_ids is None and (inputs.token_ids[own] != self._model.image).any():
@@ -264,7 +264,7 @@ class ChunkCompiler:
             raise CompileFailed("vLLM's workers have another adapter: its file was replaced after the start")
 
     def _save(self, made: ChunkKV, arrived: float) -> tuple[bool, MPICError | None]:
-        """Stores a chunk. Returns whether the store keeps it, and the reason if it cannot."""
+        """Store a chunk. Return whether the store keeps it, and the reason if it cannot."""
         if self._tombstones.key_since(arrived, made.key):
             return False, None
         try:
@@ -276,19 +276,19 @@ class ChunkCompiler:
             return False, error
 
     async def _render(self, chunk: Chunk, key: KVKey) -> VLLMPrompt:
-        """Returns a prompt of the chunk alone behind its sink tokens, or inside its adapter."""
+        """Return a prompt of the chunk alone behind its sink tokens, or inside its adapter."""
         before, _ = self._model.soft_tokens(key.recipe)
         soft = self._model.prompt_ids((), key.recipe)
         start = [self._model.bos] * key.recipe.sink
         return await self._client.render([start, soft[:before], chunk, soft[before:]], uuid.uuid4().hex)
 
     def check(self) -> list[str]:
-        """Returns the names of files and compiles that must not exist while nothing runs."""
+        """Return the names of files and compile that must not exist while nothing runs."""
         return self._spool.names() + [str(key.chunk) for key in self._tasks]
 
     async def close(self) -> None:
-        """Waits for what vLLM has computed and for the reads under way, ends all other compiles, and empties the spool.
-        Compiles that are asked for later fail."""
+        """Wait for what vLLM has computed and for the reads under way, end all other compiles, and empty the spool.
+        Compile that are asked for later fail."""
         self._closing = True
         for task in self._tasks.values():
             if not task.computed:
@@ -299,5 +299,5 @@ class ChunkCompiler:
 
 
 def _beyond_the_disk(stored: StoredChunk | None) -> str | None:
-    """Returns the name of the tier that has a chunk, if that is one beyond the disk."""
+    """Return the name of the tier that has a chunk, if that is one beyond the disk."""
     return stored.tier if stored is not None and stored.tier not in ("host", "disk") else None

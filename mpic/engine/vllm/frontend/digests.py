@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def fingerprint(config: EngineConfig, found: PretrainedConfig, dtype: str, digests: Path | None) -> str:
-    """Returns the fingerprint of the weights as transformers loads them in this dtype (``identity.fingerprint``).
+    """Return the fingerprint of the weights as transformers loads them in this dtype (``identity.fingerprint``).
 
     Args:
         found: the model's own configuration.
@@ -34,7 +34,7 @@ def fingerprint(config: EngineConfig, found: PretrainedConfig, dtype: str, diges
 
 
 def weights_digest(config: EngineConfig, found: PretrainedConfig, dtype: str, digests: Path | None) -> str:
-    """Returns the digest by which an adapter knows the weights (``identity.weights_digest``); see ``fingerprint``. The
+    """Return the digest by which an adapter knows the weights (``identity.weights_digest``); see ``fingerprint``. The
     checkpoint is not a quantised one."""
     return _remembered(config, dtype, digests, "packet", lambda: _weights(config, found, DTYPES[dtype]))
 
@@ -65,7 +65,7 @@ def _streamed_or_loaded(
     streamed: Callable[[str | None], str],
     loaded: Callable[[Any], str],
 ) -> str:
-    """Makes a digest of the weights from their files, given vLLM's folder of fetched models (``streamed``), or from the
+    """Make a digest of the weights from their files, given vLLM's folder of fetched models (``streamed``), or from the
     loaded model (``loaded``) where they cannot be read file by file."""
     try:
         return streamed(download_dir(config.vllm_args))
@@ -77,7 +77,7 @@ def _streamed_or_loaded(
 def _remembered(
     config: EngineConfig, dtype: str, digests: Path | None, kind: str, read: Callable[[], str]
 ) -> str:
-    """Returns a digest of the weights; ``kind`` tells digests of the same weights apart. Reading them takes a pass over
+    """Return a digest of the weights; ``kind`` tells digests of the same weights apart. Reading them takes a pass over
     the files, so it is remembered for as long as no file of the model changes."""
     name = _files_digest(config.model, dtype, kind)
     known = _read(digests)
@@ -92,7 +92,7 @@ def _remembered(
 
 
 def download_dir(vllm_args: str) -> str | None:
-    """Returns the folder that vLLM keeps the weights in that it fetches; None for the hub's own cache."""
+    """Return the folder that vLLM keeps the weights in that it fetches; None for the hub's own cache."""
     try:
         given = json.loads(vllm_args or "{}")
     except ValueError:  # ``options.engine_args`` refuses it with the reason

@@ -129,7 +129,7 @@ class VLLMEngine(Engine):
             counters.clear()  # the self-test is not counted among users' requests
 
     def _check_processor(self) -> None:
-        """Refuses a model whose images vLLM prepares differently, because its chunks would differ from a plain
+        """Refuse a model whose images vLLM prepares differently, because its chunks would differ from a plain
         prefill."""
         ours, theirs = getattr(self.model.processor, "image_processor", None), self.client.processor
         if ours is not None and (type(ours) is not type(theirs) or ours.to_dict() != theirs.to_dict()):
@@ -167,12 +167,12 @@ class VLLMEngine(Engine):
         return Counter(active.spec.user for active in list(self._active)) - self._gate.inside()
 
     def _may_wait(self) -> int:
-        """Returns how many requests may wait: more while there are places, so that a burst is not refused before the
+        """Return how many requests may wait: more while there are places, so that a burst is not refused before the
         loop has seen its first request."""
         return self._config.max_waiting + max(0, self._gate.places - self._gate.inside().total())
 
     def _salt(self, request: GenerationRequest) -> str:
-        """Returns the cache salt for a request's KV blocks. It changes with every deletion of one of the prompt's
+        """Return the cache salt for a request's KV blocks. It changes with every deletion of one of the prompt's
         chunks, so that KV computed with a deleted chunk is not found afterwards."""
         policy, chunks = request.policy, request.prompt.chunks
         deleted = []
@@ -213,7 +213,7 @@ class VLLMEngine(Engine):
             raise
 
     def prefetch(self, chunk: Chunk, wrapping: Wrapping = BARE) -> None:
-        """Asks the operating system to read the chunk's file ahead."""
+        """Ask the operating system to read the chunk's file ahead."""
         key = self.compiler.key(chunk, wrapping)
         if key not in self._store.find([key]) or not hasattr(os, "posix_fadvise"):
             return

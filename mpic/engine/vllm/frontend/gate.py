@@ -18,7 +18,7 @@ class Entered:
         self._gate, self.user, self.rows = gate, user, rows
 
     def answers(self) -> None:
-        """Records that vLLM has begun to answer."""
+        """Record that vLLM has begun to answer."""
         self._gate.change(self, -self.rows)
         self.rows = 0
 
@@ -42,12 +42,12 @@ class Gate:
         self._rows: Counter[str] = Counter()
 
     def inside(self) -> Counter[str]:
-        """Returns how many requests of each user are inside. May be called from any thread."""
+        """Return how many requests of each user are inside. May be called from any thread."""
         return Counter(dict(list(self._inside.items())))
 
     @asynccontextmanager
     async def turn(self, user: str, rows: int) -> AsyncIterator[Entered]:
-        """Waits for a request's turn; it is inside within the block.
+        """Wait for a request's turn; it is inside within the block.
 
         Args:
             rows: rows that its first token takes.
@@ -72,7 +72,7 @@ class Gate:
         self.change(turn, -turn.rows)
 
     def change(self, turn: Entered, rows: int) -> None:
-        """Adds to the rows of what is inside, and admits who may enter now."""
+        """Add to the rows of what is inside, and admit who may enter now."""
         self._rows[turn.user] += rows
         for counts in (self._inside, self._rows):
             if not counts[turn.user]:

@@ -30,7 +30,7 @@ Submit = Callable[[GenerationRequest, Chunk], DeltaStream]
 
 
 def link_test(model: ModelDescription, submit: Submit) -> None:
-    """Compares a link with a plain prefill.
+    """Compare a link with a plain prefill.
 
     Args:
         submit: submits a request with a chunk that is compiled for it and not kept.
@@ -62,7 +62,7 @@ def link_test(model: ModelDescription, submit: Submit) -> None:
 
 
 def _answer(submit: Submit, prompt: Prompt, chunk: Chunk, policy: Policy) -> Delta:
-    """Returns an answer of one token under a policy, with the log-probabilities of the likeliest tokens."""
+    """Return an answer of one token under a policy, with the log-probabilities of the likeliest tokens."""
     sampling = Sampling(max_tokens=1, logprobs=ALTERNATIVES, ignore_eos=True)
     request = GenerationRequest(f"self-test-{policy.name}", prompt, policy, sampling, OWNER)
     return submit(request, chunk).result()

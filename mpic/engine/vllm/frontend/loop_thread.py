@@ -32,7 +32,7 @@ class LoopThread:
         self.loop.run_forever()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Runs something on the loop. It is cancelled if the loop ends before it has ended, but never before its first
+        """Run something on the loop. It is cancelled if the loop ends before it has ended, but never before its first
         step.
 
         Raises:
@@ -45,11 +45,11 @@ class LoopThread:
         raise EngineStopped("the engine has been stopped")
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs something on the loop and waits for its result. Raises what ``submit`` raises."""
+        """Run something on the loop and wait for its result. Raise what ``submit`` raises."""
         return self.submit(work).result()
 
     def post(self, call: Callable[[], object]) -> None:
-        """Makes a call on the loop, without waiting for it.
+        """Make a call on the loop, without waiting for it.
 
         Raises:
             EngineStopped: the loop ends or has ended.
@@ -60,7 +60,7 @@ class LoopThread:
             self.loop.call_soon_threadsafe(call)
 
     def stop(self) -> None:
-        """Takes nothing more, cancels all tasks, waits for them, and ends the loop and its thread."""
+        """Take nothing more, cancel all tasks, wait for them, and end the loop and its thread."""
         with self._taking:
             if self._ended:
                 return
@@ -72,7 +72,7 @@ class LoopThread:
 
 
 async def _end_tasks() -> None:
-    """Cancels all other tasks until there are none: one that is cancelled may begin another."""
+    """Cancel all other tasks until there are none: one that is cancelled may begin another."""
     while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
         for task in tasks:
             task.cancel()

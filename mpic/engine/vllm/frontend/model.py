@@ -63,7 +63,7 @@ class ModelDescription:
     no_packets: str = ""
 
     def some_words(self, count: int, seed: int) -> list[int]:
-        """Returns random tokens, none of them special."""
+        """Return random tokens, none of them special."""
         special = {*self.tokenizer.all_special_ids, self.image}
         usable = [i for i in range(len(self.tokenizer)) if i not in special]
         drawn = torch.randint(len(usable), (count,), generator=torch.Generator().manual_seed(seed))
@@ -79,7 +79,7 @@ class ModelDescription:
         return self.shape.per_token * DTYPES[self.dtype].itemsize
 
     def recipe(self, wrapping: Wrapping) -> Recipe:
-        """Returns the recipe of chunks with this wrapping.
+        """Return the recipe of chunks with this wrapping.
 
         Raises:
             NoAdapter: the wrapping is that of packets, and the model has no adapter.
@@ -88,15 +88,15 @@ class ModelDescription:
         return Recipe(self.dtype, "raw", wrapping.sink, self.preprocessing, packet)
 
     def require_adapter(self) -> Adapter:
-        """Returns the model's adapter; raises NoAdapter with the reason if it has none."""
+        """Return the model's adapter; raise NoAdapter with the reason if it has none."""
         return require_adapter(self.adapter, self.name, self.no_packets)
 
     def soft_tokens(self, recipe: Recipe) -> tuple[int, int]:
-        """Returns how many trained tokens stand before and behind a chunk of this recipe."""
+        """Return how many trained tokens stand before and behind a chunk of this recipe."""
         return self.adapter.lengths if recipe.packet and self.adapter is not None else (0, 0)
 
     def prompt_ids(self, ids: Sequence[int], recipe: Recipe) -> tuple[int, ...]:
-        """Returns the ids of a chunk of this recipe as prompts have them.
+        """Return the ids of a chunk of this recipe as prompts have them.
 
         Args:
             ids: of the chunk's own tokens.
@@ -105,7 +105,7 @@ class ModelDescription:
 
 
 def describe_model(config: EngineConfig, cpu: bool, digests: Path | None = None) -> ModelDescription:
-    """Reads the description of a model.
+    """Read the description of a model.
 
     Args:
         cpu: True if the model will run on a CPU, where ``dtype = auto`` means float32.
@@ -152,7 +152,7 @@ def describe_model(config: EngineConfig, cpu: bool, digests: Path | None = None)
 
 
 def _no_packets(config: PretrainedConfig) -> str:
-    """Returns the reason why a model cannot have packets in vLLM; empty if it can."""
+    """Return the reason why a model cannot have packets in vLLM; empty if it can."""
     if getattr(config.get_text_config(), "hidden_size_per_layer_input", None):
         return OWN_EMBEDDINGS
     if quantization_of(config) is not None:

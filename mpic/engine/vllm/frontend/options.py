@@ -94,7 +94,7 @@ vLLM adds is not known to be right with links before somebody has looked at it."
 
 
 def prepare_environment() -> bool:
-    """Sets the variables that vLLM reads from the environment, before it is first imported. Existing values are kept.
+    """Set the variables that vLLM reads from the environment, before it is first imported. Existing values are kept.
 
     Returns:
         True if vLLM's build is one for CPUs.
@@ -127,7 +127,7 @@ def prepare_environment() -> bool:
 
 
 def check_device(config: EngineConfig, cpu: bool) -> None:
-    """Raises ConfigError if vLLM's build runs on another kind of device."""
+    """Raise ConfigError if vLLM's build runs on another kind of device."""
     built = "cpu" if cpu else "cuda"
     if config.device in ("auto", built):
         return
@@ -139,7 +139,7 @@ def check_device(config: EngineConfig, cpu: bool) -> None:
 def engine_args(
     config: EngineConfig, model: ModelDescription, cpu: bool, folder: Path, host_bytes: int | None
 ) -> AsyncEngineArgs:
-    """Returns vLLM's engine arguments.
+    """Return vLLM's engine arguments.
 
     Args:
         folder: the folder that paths in orders are relative to.
@@ -200,7 +200,7 @@ def engine_args(
 def _connector(
     config: EngineConfig, model: ModelDescription, folder: Path, host_bytes: int | None
 ) -> dict[str, Any]:
-    """Returns vLLM's configuration of our KV connector."""
+    """Return vLLM's configuration of our KV connector."""
     extra: dict[str, Any] = {"folders": [str(folder)], "parent": os.getpid()}
     extra["readers"] = config.loaders or loaders_for()
     if host_bytes is not None:
@@ -216,7 +216,7 @@ def _connector(
 
 
 def _cpu_values(config: EngineConfig) -> dict[str, Any]:
-    """Returns the arguments for a CPU: nothing is compiled, and the KV cache has a bounded share of free memory."""
+    """Return the arguments for a CPU: nothing is compiled, and the KV cache has a bounded share of free memory."""
     workers = config.tensor_parallel_size * config.pipeline_parallel_size
     # one core per worker for the scheduler's process; for a connector vLLM would reserve as many again for its network
     os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", str(workers))
@@ -254,7 +254,7 @@ def _given(text: str, known: set[str]) -> Mapping[str, Any]:
 
 
 def _default_attention(dtype: str) -> str:
-    """Returns the default backend on a GPU. vLLM's own default may be one whose cache layout is not known here, such as
+    """Return the default backend on a GPU. vLLM's own default may be one whose cache layout is not known here, such as
     FlashInfer on Blackwell."""
     from vllm.platforms import current_platform
 

@@ -48,7 +48,7 @@ class PreparedPrompt:
         return [one for i, one in enumerate(self.linked) if i in mapped or one.chunk.kind == "image"]
 
     def ids(self) -> list[int]:
-        """Returns the tokens of the whole prompt."""
+        """Return the tokens of the whole prompt."""
         chunks = iter(self.linked)
         return [
             token
@@ -64,7 +64,7 @@ class PromptPreparer:
         self._compiler, self._client = compiler, client
 
     def check(self, request: GenerationRequest) -> None:
-        """Raises EmptyPrompt, UnsupportedModality or UnsupportedParameter for a request that this engine never
+        """Raise EmptyPrompt, UnsupportedModality or UnsupportedParameter for a request that this engine never
         answers."""
         check_sampling(request.sampling)
         check_grammar(request)
@@ -85,7 +85,7 @@ class PromptPreparer:
         asked: int | None,
         known: Sequence[LinkedChunk] = (),
     ) -> PreparedPrompt:
-        """Lays out a prompt.
+        """Lay out a prompt.
 
         Args:
             salt: cache salt for the blocks of a plain prompt.
@@ -111,7 +111,7 @@ class PromptPreparer:
     def _plain(
         self, segments: Sequence[Segment], shown: bool, chunks: Sequence[Chunk], salt: str
     ) -> tuple[VLLMPrompt, list[LinkedChunk]]:
-        """Returns a prompt in which chunks are computed like text, or left out unless they are ``shown``."""
+        """Return a prompt in which chunks are computed like text, or left out unless they are ``shown``."""
         parts: list[Sequence[int] | Chunk] = []
         for segment in segments:
             if isinstance(segment, TextSegment):
@@ -136,7 +136,7 @@ class PromptPreparer:
         policy: Policy,
         decided: Sequence[Ranges] | None = None,
     ) -> LinkPlan:
-        """Returns the plan of segments whose chunks are ``linked``.
+        """Return the plan of segments whose chunks are ``linked``.
 
         Args:
             decided: the ranges of each chunk that are recomputed; None asks the policy.
@@ -145,11 +145,11 @@ class PromptPreparer:
         return make_plan(segment_shapes(segments, sizes, policy), policy, decided)
 
     def order(self, prepared: PreparedPrompt) -> LinkOrder:
-        """Returns the link order of a prompt whose needed chunks have files."""
+        """Return the link order of a prompt whose needed chunks have files."""
         needed = set(map(id, prepared.needed))
         files = [self._compiler.files.file(one) if id(one) in needed else None for one in prepared.linked]
         return make_link_order(prepared.plan, files)
 
     def room(self, prepared: PreparedPrompt) -> int:
-        """Returns how many tokens can be generated after a prompt."""
+        """Return how many tokens can be generated after a prompt."""
         return self._client.context - prepared.plan.length

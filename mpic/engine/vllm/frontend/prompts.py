@@ -28,7 +28,7 @@ class VLLMPrompt(NamedTuple):
 
 
 def token_prompt(ids: Sequence[int], salt: str) -> VLLMPrompt:
-    """Returns a prompt of token ids alone. A link's prompt is one: its images are in chunk files."""
+    """Return a prompt of token ids alone. A link's prompt is one: its images are in chunk files."""
     return VLLMPrompt(ids, (), tokens_input(list(ids), cache_salt=salt))
 
 

@@ -107,7 +107,7 @@ class Request:
         self._resumed = 0.0
 
     async def run(self) -> None:
-        """Answers the request; every error ends its stream and nothing else."""
+        """Answer the request; every error ends its stream and nothing else."""
         try:
             self._end(await self._answer())
         except asyncio.CancelledError:
@@ -124,11 +124,11 @@ class Request:
                 chunk.release()
 
     def read(self) -> None:
-        """Lets the request go on after a pause for its reader."""
+        """Let the request go on after a pause for its reader."""
         self._room.set()
 
     def cancelled(self) -> None:
-        """Ends the stream because the engine is being stopped or the reader wants no more."""
+        """End the stream because the engine is being stopped or the reader wants no more."""
         if self.stopping is not None:
             self._fail(self.stopping)
         else:
@@ -139,7 +139,7 @@ class Request:
         self.stream.put(as_failure(error))
 
     async def _answer(self) -> Progress:
-        """Generates, and searches when the model calls; returns the last part of the answer."""
+        """Generate, and search when the model calls; return the last part of the answer."""
         while True:
             async with self._runtime.gate.turn(self.spec.user, self._rows_missing()) as turn:
                 progress = await self._generate(turn)
@@ -150,7 +150,7 @@ class Request:
             await self._until_read()
 
     async def _until_read(self) -> None:
-        """Waits, outside vLLM, as long as too much of the answer is unread."""
+        """Wait, outside vLLM, as long as too much of the answer is unread."""
         while self.stream.full:
             self._room.clear()
             if self.stream.full:  # it may have been read before that
@@ -159,14 +159,14 @@ class Request:
     # ---- generation
 
     def _rows_missing(self) -> int:
-        """Returns how many rows the next token takes: its own, and those of chunks that have no file."""
+        """Return how many rows the next token takes: its own, and those of chunks that have no file."""
         prepared = self._prepared
         missing = {one.key: one.tokens for one in prepared.needed if not (one.stored or one.spooled)}
         return prepared.plan.own + len(self._generated) - self._in_prompt + sum(missing.values())
 
     async def _generate(self, turn: Entered, again: bool = False) -> Progress:
-        """Makes one request to vLLM, and leaves it when the answer ends, the model makes a call, or too much of the
-        answer is unread; returns the last part. When it ends because of a chunk's file, ``again`` makes a second one,
+        """Make one request to vLLM, and leave it when the answer ends, the model makes a call, or too much of the
+        answer is unread; return the last part. When it ends because of a chunk's file, ``again`` makes a second one,
         which generates what is left."""
         runtime, prepared = self._runtime, self._prepared
         if len(self._generated) > self._in_prompt:
@@ -248,7 +248,7 @@ class Request:
         )
 
     def _read(self, output: CompletionOutput) -> Progress:
-        """Reads new tokens up to the end of the answer or a call."""
+        """Read new tokens up to the end of the answer or a call."""
         self.status = Status.RUNNING
         sampling = self.spec.sampling
         text, ids, logprobs = "", [], []
@@ -286,7 +286,7 @@ class Request:
     def _account(
         self, output: RequestOutput, report: dict[str, Any], first_token: float, linked: bool
     ) -> None:
-        """Adds the report of a vLLM request that has ended to the usage; the times are those of the first one."""
+        """Add the report of a vLLM request that has ended to the usage; the times are those of the first one."""
         usage, prepared = self._usage, self._prepared
         for number, code in report.get("fallback") or ():
             chunk = prepared.needed[number]
@@ -311,7 +311,7 @@ class Request:
             self._resumed = 0.0
 
     def _plan_as_computed(self) -> LinkPlan:
-        """Returns the plan in which the chunks that vLLM computed instead of linking are recomputed."""
+        """Return the plan in which the chunks that vLLM computed instead of linking are recomputed."""
         prepared, plan = self._prepared, self._prepared.plan
         computed = {i for i, chunk in enumerate(prepared.linked) if chunk.computed and plan.reused(i)}
         if not computed or prepared.plain is not None:
@@ -322,7 +322,7 @@ class Request:
         return self._runtime.preparer.plan(prepared.segments, prepared.linked, self.spec.policy, decided)
 
     def _end(self, last: Progress) -> None:
-        """Ends the stream with the usage."""
+        """End the stream with the usage."""
         usage, linked = self._usage, self._prepared.linked
         plan = self._plan_as_computed() if usage.ttft_ms else self._prepared.plan
         for i, chunk in enumerate(linked):
@@ -350,7 +350,7 @@ class Request:
     # ---- retrieval
 
     async def _search(self, call: str) -> Progress:
-        """Runs the search that the model calls for and inserts the result after the call, or ends the answer."""
+        """Run the search that the model calls for and insert the result after the call, or end the answer."""
         began = time.monotonic()
         self.status = Status.SEARCHING
         try:
@@ -374,7 +374,7 @@ class Request:
         return found
 
     def _extended(self, call: str) -> tuple[list[Hit], PreparedPrompt | None, RetrievalRound]:
-        """Returns the references that were found, and the prompt with them; runs on a search thread."""
+        """Return the references that were found, and the prompt with them; run on a search thread."""
         runtime, policy, retrieval = self._runtime, self.spec.policy, self.spec.retrieval
 
         def link(hit: Hit) -> None:
@@ -393,7 +393,7 @@ class Request:
         return hits, prepared, round
 
     def _with_inserted(self, inserted: tuple[Segment, ...]) -> PreparedPrompt:
-        """Returns the prompt followed by the answer so far and ``inserted``."""
+        """Return the prompt followed by the answer so far and ``inserted``."""
         policy, shorter = self.spec.policy, self._prepared
         answer = TextSegment(tuple(self._generated[self._in_prompt :]))
         segments = (*shorter.segments, answer, *inserted)
@@ -403,6 +403,6 @@ class Request:
 
 
 def _logprob(token: int, found: Any, wanted: int | None) -> TokenLogprob:
-    """Converts vLLM's ``{token: Logprob}`` of a position: the chosen token's, and the likeliest ones by rank."""
+    """Convert vLLM's ``{token: Logprob}`` of a position: the chosen token's, and the likeliest ones by rank."""
     ranked = sorted((one.rank, id, one.logprob) for id, one in found.items() if one.rank <= (wanted or 0))
     return TokenLogprob(token, found[token].logprob, tuple((id, logprob) for _, id, logprob in ranked))

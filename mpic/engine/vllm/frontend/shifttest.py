@@ -28,7 +28,7 @@ TOLERANCE = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}
 
 
 def shift_test(model: ModelDescription, client: VLLMClient, root: Path) -> None:
-    """Compares moved keys with keys that were computed where those are moved to.
+    """Compare moved keys with keys that were computed where those are moved to.
 
     Args:
         root: folder of the chunk store.
@@ -57,7 +57,7 @@ def shift_test(model: ModelDescription, client: VLLMClient, root: Path) -> None:
 def check_shift(
     alone: torch.Tensor, behind: torch.Tensor, frequencies: list[float], interleaved: bool, dtype: str
 ) -> None:
-    """Checks that ``behind [kv_heads, n, head_dim]`` is ``alone`` rotated by ``MOVE`` positions.
+    """Check that ``behind [kv_heads, n, head_dim]`` is ``alone`` rotated by ``MOVE`` positions.
 
     Raises:
         ModelRefused: it is not.

@@ -39,7 +39,7 @@ class Spool:
         self._clear()
 
     def hold(self, stored: Path) -> SpooledFile:
-        """Gives a stored file another name, for one user; the content stays when the store removes its own name.
+        """Give a stored file another name, for one user; the content stays when the store removes its own name.
 
         Raises:
             OSError: it is gone already, or the file system does not have such names.
@@ -49,7 +49,7 @@ class Spool:
         return SpooledFile(path, users=1)
 
     def write(self, made: ChunkKV, stored: Path | None) -> SpooledFile:
-        """Returns a file of a compiled chunk, with no users yet.
+        """Return a file of a compiled chunk, with no users yet.
 
         Args:
             stored: the chunk's file if the store has just kept it.
@@ -66,7 +66,7 @@ class Spool:
         return [path.name for path in self.folder.iterdir()]
 
     def close(self) -> None:
-        """Removes the folder with all that this class and vLLM's workers put there, and nothing else."""
+        """Remove the folder with all that this class and vLLM's workers put there, and nothing else."""
         self._clear()
         with suppress(OSError):  # the folder is gone already, or holds files of others
             self.folder.rmdir()

@@ -36,13 +36,13 @@ class ActiveLink:
             one.chunk.given_inputs()
 
     def tokens(self, lo: int, hi: int) -> np.ndarray:
-        """Returns the sequence indices to compute for the scheduled tokens from ``lo`` to ``hi``; after the prompt the
+        """Return the sequence indices to compute for the scheduled tokens from ``lo`` to ``hi``; after the prompt the
         two are the same."""
         first = len(self.computed) - self.length
         return np.concatenate([self.computed[lo + first : hi + first], np.arange(max(lo, self.length), hi)])
 
     def advance(self, frontier: int, blocks: torch.Tensor, paged: PagedCache) -> list[PagedWrite]:
-        """Returns the chunk tokens that must be placed before a step that reaches ``frontier``."""
+        """Return the chunk tokens that must be placed before a step that reaches ``frontier``."""
         lo, hi = self.frontier, min(frontier, self.length)
         self.frontier = max(lo, hi)
         writes = []
@@ -60,7 +60,7 @@ class ActiveLink:
         return writes
 
     def positions(self) -> tuple[torch.Tensor, int]:
-        """Returns the M-RoPE positions ``[3, N]`` of the prompt, and the difference between a later token's position
+        """Return the M-RoPE positions ``[3, N]`` of the prompt, and the difference between a later token's position
         and its sequence index (0 or less)."""
         parts, end, base = [], 0, 0
         for one in self.chunks:
@@ -72,7 +72,7 @@ class ActiveLink:
         return torch.cat(parts, 1), base - end
 
     def embeddings(self, tokens: np.ndarray) -> tuple[np.ndarray, list[torch.Tensor]]:
-        """Returns a mask of the sequence indices ``tokens`` that belong to images, and their embeddings ``[n, width]``
+        """Return a mask of the sequence indices ``tokens`` that belong to images, and their embeddings ``[n, width]``
         in order, each followed by its DeepStack features as in the output of the model's encoder."""
         image, parts = np.zeros(len(tokens), bool), []
         for one in self.chunks:

@@ -75,7 +75,7 @@ class TrackedRequest:
     final_report: dict[str, Any] | None = None
 
     def report(self) -> dict[str, Any]:
-        """Returns the report that the caller receives in ``kv_transfer_params``."""
+        """Return the report that the caller receives in ``kv_transfer_params``."""
         body: dict[str, Any] = {"error": None, "message": ""}
         if self.fault is not None:
             body = {"error": self.fault.code, "message": self.fault.message}
@@ -94,7 +94,7 @@ class TrackedRequest:
 
 
 def _contained(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes errors of a method ``(self, tracked, ...)`` end that request and nothing else; it returns None then."""
+    """Make errors of a method ``(self, tracked, ...)`` end that request and nothing else; it returns None then."""
 
     @wraps(method)
     def contained(self: Admission, tracked: TrackedRequest, *rest: Any) -> Any:
@@ -142,7 +142,7 @@ class Admission:
         self.manager: KVCacheManager
 
     def bind(self, manager: KVCacheManager) -> None:
-        """Takes the manager of the paged cache, and delays the entry of a link's blocks into the prefix cache until all
+        """Take the manager of the paged cache, and delay the entry of a link's blocks into the prefix cache until all
         of the link is computed. vLLM would enter them when it allocates them, and other links with the same salt, which
         may start in the same step, would read blocks that are not written yet."""
         self.manager = manager
@@ -158,7 +158,7 @@ class Admission:
     # arrival
 
     def arrive(self, request: Request) -> None:
-        """Registers a new request; requests without an order are left to vLLM."""
+        """Register a new request; requests without an order are left to vLLM."""
         params = request.kv_transfer_params
         if not isinstance(params, Mapping) or params.get(FIELD) is None:
             return
@@ -179,7 +179,7 @@ class Admission:
         return self._host.load([(ref.path, ref.key, ref.length) for ref in order.chunks], first)
 
     def _folder(self, order: CompileOrder) -> str:
-        """Returns the absolute path of the folder that an order's chunk is written to."""
+        """Return the absolute path of the folder that an order's chunk is written to."""
         for folder in self._folders:
             try:
                 inside = (folder / order.folder).resolve(strict=True)
@@ -192,7 +192,7 @@ class Admission:
     # admission
 
     def claim(self, request: Request, hit: int) -> int | None:
-        """Returns how many tokens behind the first ``hit`` need no computing; None if the scheduler must ask again."""
+        """Return how many tokens behind the first ``hit`` need no computing; None if the scheduler must ask again."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or (tracked.fault is None and isinstance(tracked.order, CompileOrder)):
             return 0
@@ -211,7 +211,7 @@ class Admission:
         return max(0, tracked.order.length - (len(tracked.rows) - first) - hit)
 
     def _decide(self, tracked: TrackedRequest) -> bool:
-        """Decides which chunks are linked, once all are in memory or patience is over; returns True when decided."""
+        """Decide which chunks are linked, once all are in memory or patience is over; return True when decided."""
         order, load, now = tracked.order, tracked.load, time.monotonic()
         tracked.late = tracked.late or now + self._patience
         if not load.done and now < tracked.late:
@@ -259,7 +259,7 @@ class Admission:
         return True
 
     def _is_image(self, tracked: TrackedRequest, ref: ChunkRef) -> bool:
-        """Returns whether a chunk's tokens cannot be computed from their ids alone."""
+        """Return whether a chunk's tokens cannot be computed from their ids alone."""
         if self._image_ids is None:
             return True
         return not self._image_ids.isdisjoint(
@@ -267,7 +267,7 @@ class Admission:
         )
 
     def admitted(self, request: Request, external: int) -> None:
-        """Records that blocks are allocated, ``external`` tokens of them for claimed tokens."""
+        """Record that blocks are allocated, ``external`` tokens of them for claimed tokens."""
         tracked = self._tracked.get(request.request_id)
         if tracked is not None and tracked.fault is None:
             self._admitted[request.request_id] = external
@@ -275,7 +275,7 @@ class Admission:
     # a step
 
     def instructions(self, scheduled: SchedulerOutput) -> StepInstructions:
-        """Returns the workers' instructions for a step."""
+        """Return the workers' instructions for a step."""
         made = StepInstructions()
         if not self._tracked and not self._exports:
             return made
@@ -293,7 +293,7 @@ class Admission:
         return made
 
     def _reading(self) -> bool:
-        """Returns whether a link cannot start before files are read. With pipeline parallelism, links that answer may
+        """Return whether a link cannot start before files are read. With pipeline parallelism, links that answer may
         have steps under way when nothing can be scheduled."""
         links = (tracked for tracked in self._tracked.values() if tracked.rows is None)
         return any(tracked.load is not None and not tracked.load.done for tracked in links)
@@ -322,7 +322,7 @@ class Admission:
             self._unfinished.pop(request)
 
     def executed(self, report: StepReport | None) -> dict[str, TrackedRequest]:
-        """Records the workers' report of a step; returns the requests that must end now, by id."""
+        """Record the workers' report of a step; return the requests that must end now, by id."""
         for request, fault in (report.faults if report else {}).items():
             if request in self._tracked:
                 self.fail(self._tracked[request], *fault)
@@ -337,7 +337,7 @@ class Admission:
         return failed
 
     def report(self, request: str) -> dict[str, Any] | None:
-        """Returns the report of a link that goes on; None for other requests. It is made once for all of its tokens."""
+        """Return the report of a link that goes on; None for other requests. It is made once for all of its tokens."""
         tracked = self._tracked.get(request)
         if tracked is None or tracked.fault is not None or not isinstance(tracked.order, LinkOrder):
             return None
@@ -348,7 +348,7 @@ class Admission:
     # the end
 
     def fail(self, tracked: TrackedRequest, code: str, message: str) -> None:
-        """Marks a request to end with the scheduler's next update."""
+        """Mark a request to end with the scheduler's next update."""
         logger.warning("request %s ends: %s (%s)", tracked.request.request_id, message, code)
         tracked.fault = EndReason(code, message)
         # otherwise vLLM would not ask ``claim``, and compute the request until it ends
@@ -356,7 +356,7 @@ class Admission:
         self._failed[tracked.request.request_id] = tracked
 
     def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """Forgets a request that ends. Returns whether its blocks must be kept until workers have read them
+        """Forget a request that ends. Return whether its blocks must be kept until workers have read them
         (``released``), and the report for its caller."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
@@ -367,11 +367,11 @@ class Admission:
         return request.request_id in self._exports, report
 
     def released(self, requests: Iterable[str]) -> None:
-        """Records that all workers have read the blocks of requests that had ended; vLLM frees them now."""
+        """Record that all workers have read the blocks of requests that had ended; vLLM frees them now."""
         self._exports.difference_update(requests)
 
     def _withdraw(self, tracked: TrackedRequest) -> None:
-        """Undoes an admission: the chunks are unpinned."""
+        """Undo an admission: the chunks are unpinned."""
         tracked.blocks = []
         self._unpin(tracked)
         tracked.late, tracked.rows, tracked.hit, tracked.complete = None, None, None, False
@@ -385,7 +385,7 @@ class Admission:
 
 
 def _image_ids(config: VllmConfig) -> frozenset[int] | None:
-    """Returns the ids of the tokens that stand for images; None when they are not known."""
+    """Return the ids of the tokens that stand for images; None when they are not known."""
     if not config.model_config.is_multimodal_model:
         return frozenset()
     names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")

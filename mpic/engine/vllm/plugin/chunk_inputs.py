@@ -21,7 +21,7 @@ class FileRefused(Exception):
 
 
 def first_layer_inputs(file: ChunkFile) -> ChunkInputs:
-    """Returns the inputs of a chunk, without the embeddings of a text's packet: they follow from the prompt's ids."""
+    """Return the inputs of a chunk, without the embeddings of a text's packet: they follow from the prompt's ids."""
     inputs = file.inputs
     if file.key.chunk.kind != "text" or inputs.embeds is None:
         return inputs
@@ -32,7 +32,7 @@ def first_layer_inputs(file: ChunkFile) -> ChunkInputs:
 
 
 def prompt_inputs(file: ChunkFile, adapter: Adapter | None) -> ChunkInputs:
-    """Returns the inputs of a chunk as ``first_layer_inputs`` does, with the ids that prompts have in its place. In a
+    """Return the inputs of a chunk as ``first_layer_inputs`` does, with the ids that prompts have in its place. In a
     file, the trained tokens of a packet have placeholders.
 
     Args:

@@ -124,11 +124,11 @@ class MPICConnector(KVConnectorBase_V1, SupportsHMA):
         return self._admission.instructions(scheduler_output)
 
     def executed(self, output: KVConnectorOutput | None) -> dict[str, TrackedRequest]:
-        """Records that a step has run; returns the requests that end with it, by id."""
+        """Record that a step has run; return the requests that end with it, by id."""
         return self._admission.executed(output.kv_connector_worker_meta if output is not None else None)
 
     def report(self, request: str) -> dict[str, Any] | None:
-        """Returns the report of a link that goes on; None for other requests."""
+        """Return the report of a link that goes on; None for other requests."""
         return self._admission.report(request)
 
     def request_finished_all_groups(
@@ -142,22 +142,22 @@ class MPICConnector(KVConnectorBase_V1, SupportsHMA):
     # the worker's side
 
     def attach(self, runner: LinkRunner) -> None:
-        """Connects the model runner, whose paged cache is exported and whose report is passed on."""
+        """Connect the model runner, whose paged cache is exported and whose report is passed on."""
         self._runner = runner
         if not runner.paged.on_cpu:  # there vLLM may compile what asks for a layer
             self._place_layer = runner.place_layer
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Does nothing: the runner begins to place chunks while it makes the step's inputs."""
+        """Do nothing: the runner begins to place chunks while it makes the step's inputs."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Places a layer of the step's chunks on a GPU. vLLM calls it outside of captured graphs: in a step with links
+        """Place a layer of the step's chunks on a GPU. vLLM calls it outside of captured graphs: in a step with links
         no graph has attention in it."""
         if self._place_layer is not None:
             self._place_layer(extract_layer_index(layer_name))
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Does nothing: a compiled chunk is read behind its last step (``wait_for_save``)."""
+        """Do nothing: a compiled chunk is read behind its last step (``wait_for_save``)."""
 
     def wait_for_save(self) -> None:
         self._runner.end_placing()

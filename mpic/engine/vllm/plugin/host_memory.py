@@ -62,7 +62,7 @@ class CachedFile:
         return self.state == "reading" and self.inputs is None
 
     def slice_kv(self, layers: range, heads: range) -> Sequence[torch.Tensor]:
-        """Returns ``[2, heads, n, head_dim]`` for each layer; in another process as a mapping of the file, of which
+        """Return ``[2, heads, n, head_dim]`` for each layer; in another process as a mapping of the file, of which
         every layer has been verified by this process.
 
         Raises:
@@ -79,7 +79,7 @@ class CachedFile:
             file.close()
 
     def outcome(self, token_ids: np.ndarray) -> tuple[str, str, ChunkInputs | None]:
-        """Returns whether the chunk can be linked into a prompt that has ``token_ids [n]`` in its place: a code (empty
+        """Return whether the chunk can be linked into a prompt that has ``token_ids [n]`` in its place: a code (empty
         if it can), the reason, and its inputs if they can be used."""
         if self.state == "failed":
             return self.code, self.reason, None
@@ -90,7 +90,7 @@ class CachedFile:
         return "", "", self.inputs
 
     def given_inputs(self) -> ChunkInputs:
-        """Returns its inputs, read from the file if need be.
+        """Return its inputs, read from the file if need be.
 
         Raises:
             CorruptFile, OSError: in another process, when the file is gone, or cannot be read.
@@ -103,7 +103,7 @@ class CachedFile:
 
 
 def _in_another_process(file: str, path: str, key: str, tokens: int, sink: int) -> CachedFile:
-    """Returns the chunk as a worker in another process has it: ready, with its bytes still in the file."""
+    """Return the chunk as a worker in another process has it: ready, with its bytes still in the file."""
     chunk = CachedFile(path, key, tokens)
     chunk.file, chunk.sink, chunk.state = file, sink, "ready"
     return chunk
@@ -168,7 +168,7 @@ class HostMemory:
         self._readers = ThreadPoolExecutor(readers, "mpic-read")
 
     def load(self, wanted: Sequence[tuple[str, str, int]], first: bool = False) -> FileLoad:
-        """Starts to read chunks.
+        """Start to read chunks.
 
         Args:
             wanted: ``(path, key digest, tokens)`` of each.
@@ -181,7 +181,7 @@ class HostMemory:
         return load
 
     def release(self, load: FileLoad) -> None:
-        """Unpins a load's chunks; harmless when repeated."""
+        """Unpin a load's chunks; harmless when repeated."""
         with self._changed:
             if load in self._held:
                 self._held.discard(load)
@@ -193,7 +193,7 @@ class HostMemory:
             self._evict()
 
     def wait(self, seconds: float) -> None:
-        """Waits until a chunk is read or given up, at most ``seconds``."""
+        """Wait until a chunk is read or given up, at most ``seconds``."""
         with self._changed:
             self._changed.wait(seconds)
 
@@ -228,7 +228,7 @@ class HostMemory:
             self._changed.notify_all()
 
     def _enter(self, chunk: CachedFile) -> CachedFile:
-        """Pins a chunk, and reads it unless another load of the same chunk has begun meanwhile."""
+        """Pin a chunk, and read it unless another load of the same chunk has begun meanwhile."""
         name = (chunk.path, chunk.key)
         known = self._chunks.get(name)
         if known is None or known.tokens != chunk.tokens:
@@ -249,7 +249,7 @@ class HostMemory:
                 excess -= self._bytes(chunk)
 
     def _read_next(self) -> None:
-        """Reads one chunk's inputs, or, when no chunk lacks them, one chunk's KV."""
+        """Read one chunk's inputs, or, when no chunk lacks them, one chunk's KV."""
         with self._changed:
             queue = self._inputs or self._kv
             chunk, read = queue.popleft(), self._read_inputs if queue is self._inputs else self._read_kv
@@ -291,7 +291,7 @@ class HostMemory:
             self._readers.submit(self._read_next)
 
     def _abandoned(self, chunk: CachedFile) -> bool:
-        """Returns whether nobody waits for a chunk any more; a load that comes later reads it anew."""
+        """Return whether nobody waits for a chunk any more; a load that comes later reads it anew."""
         if chunk.pins:
             return False
         self._forget(chunk)

@@ -51,7 +51,7 @@ class KeyRotation:
                 raise ModelRefused("the model's layers have different rotary embeddings")
 
     def by(self, delta: int) -> QueryRotation | None:
-        """Returns the rotation by ``delta`` positions for ``mpic.kernels.attention.rotate``; None for no rotation."""
+        """Return the rotation by ``delta`` positions for ``mpic.kernels.attention.rotate``; None for no rotation."""
         if not delta:
             return None
         angle = delta * self.frequencies
@@ -59,7 +59,7 @@ class KeyRotation:
 
 
 def _frequencies(rotary: RotaryEmbeddingBase) -> torch.Tensor:
-    """Returns the frequencies ``[half]`` fp64, checked against the table that the model itself uses."""
+    """Return the frequencies ``[half]`` fp64, checked against the table that the model itself uses."""
     name = type(rotary).__name__
     if name in _SCALED:
         raise ModelRefused(f"{_SCALED[name]} changes the rotary frequencies with the length of the prompt")

@@ -68,7 +68,7 @@ class KVExporter:
         self._ended: set[str] = set()  # those of them that have ended
 
     def export(self, runner: LinkRunner, request: str, export: ChunkExport) -> None:
-        """Begins to export a prompt that the current step computes to its end. An error ends the request and is not
+        """Begin to export a prompt that the current step computes to its end. An error ends the request and is not
         raised."""
         read = self._held[request] = threading.Event()
         paged, parallel = runner.paged, runner.vllm_config.parallel_config
@@ -87,7 +87,7 @@ class KVExporter:
             read.wait()
 
     def released(self, finished: Set[str]) -> set[str]:
-        """Returns the requests whose blocks this worker does not need any more; each of them once.
+        """Return the requests whose blocks this worker does not need any more; each of them once.
 
         Args:
             finished: requests that have ended since the last call. The scheduler may not be told of others.
@@ -100,7 +100,7 @@ class KVExporter:
         return released
 
     def close(self) -> None:
-        """Waits until everything is written."""
+        """Wait until everything is written."""
         self._reader.shutdown()
         self._writer.shutdown()
 
@@ -108,7 +108,7 @@ class KVExporter:
 def _run(
     job: _Job, paged: PagedCache, readback: Readback, parallel: ParallelConfig, writer: ThreadPoolExecutor
 ) -> None:
-    """Reads an export and has it written, on the thread that reads."""
+    """Read an export and have it written, on the thread that reads."""
     path = Path(job.export.folder) / f"{part_name(*paged.rank)}.safetensors"
     with _errors_told(path):
         try:
@@ -126,7 +126,7 @@ def _run(
 
 @contextmanager
 def _errors_told(path: Path) -> Iterator[None]:
-    """Tells the frontend of an error inside the block by an empty file."""
+    """Tell the frontend of an error inside the block by an empty file."""
     try:
         yield
     except Exception as error:
@@ -140,7 +140,7 @@ def _errors_told(path: Path) -> Iterator[None]:
 
 
 def _read(job: _Job, paged: PagedCache, readback: Readback) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Reads KV layer by layer, so that the device never holds a second copy of the whole, and the prompt's inputs."""
+    """Read KV layer by layer, so that the device never holds a second copy of the whole, and the prompt's inputs."""
     skip, length = job.export.skip, len(job.export.token_ids)
     blocks = torch.tensor(job.export.blocks).to(paged.device)
     kv: torch.Tensor | None = None
@@ -163,7 +163,7 @@ def _read(job: _Job, paged: PagedCache, readback: Readback) -> tuple[dict[str, t
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Writes an export, on the thread that writes."""
+    """Write an export, on the thread that writes."""
     temporary = path.with_suffix(TEMPORARY)
     with _errors_told(path):
         save_file(tensors, temporary, metadata)

@@ -43,7 +43,7 @@ class PagedWrite(NamedTuple):
 
 
 def place_on_cpu(paged: PagedCache, rotation: KeyRotation, writes: Sequence[PagedWrite]) -> None:
-    """Writes tokens of chunks, of any requests, into a paged cache in host memory, layer after layer, so that a rotated
+    """Write tokens of chunks, of any requests, into a paged cache in host memory, layer after layer, so that a rotated
     key is still in the processor's cache when it is written."""
     for write in writes:
         turn = rotation.by(write.delta)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def check_request(request: Request, order: Order | None, soft: int) -> None:
-    """Checks that a request can follow its order.
+    """Check that a request can follow its order.
 
     Args:
         soft: trained tokens that the workers' embedding layer knows.
@@ -40,7 +40,7 @@ def check_request(request: Request, order: Order | None, soft: int) -> None:
 
 
 def _check_ids(request: Request, soft: int) -> None:
-    """Refuses trained tokens that the embedding layer does not know, and uses of their ids that would index tables of
+    """Refuse trained tokens that the embedding layer does not know, and use of their ids that would index tables of
     the vocabulary.
 
     Only the request itself is looked at. In vLLM's V1 model runner a penalty of any request counts the prompt ids of

@@ -27,7 +27,7 @@ class SoftEmbedding:
     soft_rows: torch.Tensor
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings ``[n, hidden]`` of token ids ``[n]``."""
+        """Return the embeddings ``[n, hidden]`` of token ids ``[n]``."""
         soft = input_ >= FIRST_SOFT
         words = super().forward(input_.masked_fill(soft, 0))
         index = (input_ - FIRST_SOFT).clamp(0, len(self.soft_rows) - 1)
@@ -35,7 +35,7 @@ class SoftEmbedding:
 
 
 def adapter_of(config: VllmConfig) -> Adapter | None:
-    """Returns the adapter that the connector's setting ``packet`` names, or None. Which weights it was trained with is
+    """Return the adapter that the connector's setting ``packet`` names, or None. Which weights it was trained with is
     for the frontend to check: here they are laid out in vLLM's way.
 
     Every process of vLLM reads the file itself, minutes after the frontend and maybe on another machine, and the ids

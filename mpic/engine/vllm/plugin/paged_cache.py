@@ -24,7 +24,7 @@ GPU_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
 
 
 def geometry(config: VllmConfig) -> KVShape:
-    """Returns the shape of the model's KV over all workers."""
+    """Return the shape of the model's KV over all workers."""
     model = config.model_config
     layers = model.hf_text_config.num_hidden_layers
     return KVShape(layers, model.get_total_num_kv_heads(), model.get_head_size())
@@ -71,7 +71,7 @@ class PagedCache:
 
     @classmethod
     def of(cls, config: VllmConfig, context: dict[str, Any], block: int, backends: set[str]) -> PagedCache:
-        """Returns the cache of a worker whose memory is allocated.
+        """Return the cache of a worker whose memory is allocated.
 
         Args:
             context: vLLM's layers by name (``static_forward_context``).
@@ -98,11 +98,11 @@ class PagedCache:
         return cls(found, block, first_head, rank, on_cpu)
 
     def slots(self, blocks: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Returns the slots ``[n]`` of the sequence indices ``positions [n]`` of a request with these blocks."""
+        """Return the slots ``[n]`` of the sequence indices ``positions [n]`` of a request with these blocks."""
         return blocks[positions // self.block] * self.block + positions % self.block
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        """Writes ``keys, values [n, heads, head_dim]`` of a decoder layer into slots ``[n]``.
+        """Write ``keys, values [n, heads, head_dim]`` of a decoder layer into slots ``[n]``.
 
         The GPU backends' kernels read ``token * stride(0) + head * head_dim + i`` and look at no other stride, so their
         arguments must be contiguous within a token.
@@ -113,7 +113,7 @@ class PagedCache:
         attention.impl.do_kv_cache_update(attention, keys, values, attention.kv_cache, slots)
 
     def read(self, blocks: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
-        """Returns KV ``[layers, 2, heads, hi - lo, head_dim]`` of a request's sequence indices from ``lo`` to ``hi``.
+        """Return KV ``[layers, 2, heads, hi - lo, head_dim]`` of a request's sequence indices from ``lo`` to ``hi``.
 
         It lies in host memory: the call waits for the device.
         """
@@ -121,7 +121,7 @@ class PagedCache:
         return torch.stack([self.read_layer(i, blocks, lo, hi).cpu() for i in range(len(self.layers))])
 
     def read_layer(self, number: int, blocks: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
-        """Returns KV ``[2, heads, hi - lo, head_dim]`` of one of its layers, on the device.
+        """Return KV ``[2, heads, hi - lo, head_dim]`` of one of its layers, on the device.
 
         Args:
             number: of the layer among those of this worker.
@@ -133,7 +133,7 @@ class PagedCache:
         return torch.stack([part[:, within] for part in self._halves(pages)])
 
     def _halves(self, pages: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yields keys, then values ``[heads, tokens, head_dim]`` of ``pages [blocks, heads, block, 2 * head_dim]``."""
+        """Yield keys, then values ``[heads, tokens, head_dim]`` of ``pages [blocks, heads, block, 2 * head_dim]``."""
         count, heads, size, width = pages.shape
         if self.on_cpu:
             halves = pages.reshape(count, heads, 2, size * width // 2)

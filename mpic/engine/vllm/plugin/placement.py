@@ -80,7 +80,7 @@ class Buffer:
             return self._copies.buffer(self._device.shape, self._device.dtype)
 
     def fill(self, transfer: Transfer) -> PendingTransfer:
-        """Starts a transfer into the buffer. What reads the buffer must be on the computing stream, and the copies
+        """Start a transfer into the buffer. What reads the buffer must be on the computing stream, and the copies
         ordered behind it, by now."""
         kv = transfer.write.kv[transfer.layers.start : transfer.layers.stop]
         memory = _shaped(self._device, transfer)
@@ -95,7 +95,7 @@ class Buffer:
         return PendingTransfer(transfer, self, memory, mark)
 
     def _read(self, kv: Sequence[torch.Tensor], tokens: slice, transfer: Transfer) -> torch.Tensor:
-        """Reads what is to cross from a mapped file into the page-locked memory. It waits for the copy of two transfers
+        """Read what is to cross from a mapped file into the page-locked memory. It waits for the copy of two transfers
         ago, which was the last from there, while the one after that still crosses."""
         if self._mark is not None:
             self._copies.wait(self._mark)
@@ -106,7 +106,7 @@ class Buffer:
 
 
 def _shaped(memory: torch.Tensor, transfer: Transfer) -> torch.Tensor:
-    """Returns the beginning of some memory as the tensor that crosses."""
+    """Return the beginning of some memory as the tensor that crosses."""
     layers, *_ = shape = transfer.shape
     size = layers * len(transfer.crossing) * transfer.write.token_bytes
     return memory[:size].view(transfer.write.kv[0].dtype).view(shape)
@@ -158,7 +158,7 @@ class Placement:
         self._send()
 
     def layer(self, number: int) -> None:
-        """Gives the device what it must do before decoder layer ``number`` attends."""
+        """Give the device what it must do before decoder layer ``number`` attends."""
         index = number - self._paged.layers.start
         while self._sent and self._sent[0].transfer.layers.start <= index:
             self._write(self._sent.popleft())
@@ -169,7 +169,7 @@ class Placement:
         return not self._sent
 
     def finish(self) -> None:
-        """Places all layers that are left."""
+        """Place all layers that are left."""
         self.layer(self._paged.layers.stop)
 
     def _sent_turn(self, turn: QueryRotation | None) -> QueryRotation | None:
@@ -179,7 +179,7 @@ class Placement:
         return turn._replace(cos=cos, sin=sin)
 
     def _send(self) -> None:
-        """Starts transfers as long as there is a buffer for them."""
+        """Start transfers as long as there is a buffer for them."""
         while self._free and self._waiting:
             self._sent.append(self._free.pop().fill(self._waiting.popleft()))
 

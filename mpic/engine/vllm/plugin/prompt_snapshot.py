@@ -49,7 +49,7 @@ class PromptSnapshot(NamedTuple):
     dtype: torch.dtype
 
     def inputs(self, to_host: Callable[[torch.Tensor], torch.Tensor]) -> ChunkInputs:
-        """Returns the inputs. It waits for the device."""
+        """Return the inputs. It waits for the device."""
         n = len(self.token_ids)
         positions, rotary_length = torch.arange(n)[None], n
         if self.positions is not None:
@@ -69,7 +69,7 @@ class PromptSnapshot(NamedTuple):
 
 
 def snapshot(runner: LinkRunner, request: str, export: ChunkExport) -> PromptSnapshot:
-    """Takes the inputs of a prompt that the current step computes to its end. All ranks of the first pipeline stage
+    """Take the inputs of a prompt that the current step computes to its end. All ranks of the first pipeline stage
     must call it together, because the table of embeddings is divided among them."""
     prompt, skip, length = runner.prompt_inputs(request), export.skip, len(export.token_ids)
     ids = torch.tensor(export.token_ids[skip:], dtype=torch.int64)
@@ -85,7 +85,7 @@ def snapshot(runner: LinkRunner, request: str, export: ChunkExport) -> PromptSna
 
 
 def _embedded(runner: LinkRunner, prompt: PromptInputs, ids: torch.Tensor, skip: int) -> _Embedded:
-    """Returns the embeddings of tokens ``ids [n]`` that follow ``skip`` others."""
+    """Return the embeddings of tokens ``ids [n]`` that follow ``skip`` others."""
     words, parts = torch.ones(len(ids), dtype=torch.bool), []
     for feature in prompt.features:
         place = feature.mm_position

@@ -114,7 +114,7 @@ class LinkRunner:
     report: StepReport
 
     def enable_links(self, paged: PagedCache) -> None:
-        """Starts linking, once the KV cache is allocated.
+        """Start linking, once the KV cache is allocated.
 
         Raises:
             ModelRefused: keys with the model's rotary embedding cannot be moved.
@@ -130,17 +130,17 @@ class LinkRunner:
 
     @abstractmethod
     def prompt_inputs(self, request: str) -> PromptInputs:
-        """Returns the inputs of the prompt of a request that the current step computes to its end. It does not wait for
+        """Return the inputs of the prompt of a request that the current step computes to its end. It does not wait for
         the device."""
 
     @abstractmethod
     def block_ids(self, request: str) -> list[int]:
-        """Returns the blocks that a request with a link holds, in order."""
+        """Return the blocks that a request with a link holds, in order."""
 
     # a step
 
     def begin_links(self, scheduler_output: SchedulerOutput) -> None:
-        """Forgets links whose requests are gone and starts those that are admitted."""
+        """Forget links whose requests are gone and start those that are admitted."""
         self._step = self._placement = None
         if self._links:
             gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
@@ -167,7 +167,7 @@ class LinkRunner:
     def plan_step(
         self, requests: Sequence[str], scheduled: np.ndarray, computed: np.ndarray
     ) -> LinkStep | None:
-        """Places the chunks that a step's links map, and makes its rows of attention.
+        """Place the chunks that a step's links map, and make its rows of attention.
 
         Args:
             requests: ids in the order of the batch.
@@ -229,7 +229,7 @@ class LinkRunner:
                 self._links[request].seconds += share
 
     def _start_placing(self, writes: list[PagedWrite], requests: frozenset[str]) -> None:
-        """Places chunks: on a CPU now, on a GPU while the forward computes."""
+        """Place chunks: on a CPU now, on a GPU while the forward computes."""
         if self.paged.on_cpu:
             place_on_cpu(self.paged, self.rotation, writes)
         else:
@@ -237,7 +237,7 @@ class LinkRunner:
             self._placement = Placement(self.paged, self.rotation, writes, self.staging)
 
     def place_layer(self, layer: int) -> None:
-        """Places what the step's links map in a decoder layer, which is about to attend (``Placement``). An error ends
+        """Place what the step's links map in a decoder layer, which is about to attend (``Placement``). An error ends
         the requests whose chunks are being placed; the rows of others do not see theirs."""
         if self._placement is None:
             return
@@ -247,7 +247,7 @@ class LinkRunner:
             self._fail_placing(error)
 
     def end_placing(self) -> None:
-        """Ends the placing of a step whose forward is over. Layers that it has not asked for have attended to nothing,
+        """End the placing of a step whose forward is over. Layers that it has not asked for have attended to nothing,
         which is an error. Safe to call twice."""
         if self._placement is not None and not self._placement.done:
             self._fail_placing(RuntimeError("the forward did not ask for all layers"))
@@ -263,7 +263,7 @@ class LinkRunner:
     def step_metadata(
         self, step: LinkStep, blocks: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
     ) -> dict[str, Any]:
-        """Returns the attention metadata of a step by layer name.
+        """Return the attention metadata of a step by layer name.
 
         Args:
             blocks: ``[requests, most blocks]`` int32, on the device.
@@ -283,7 +283,7 @@ class LinkRunner:
         slots: torch.Tensor,
         positions: torch.Tensor,
     ) -> Any:
-        """Returns the attention backend's metadata for rows of any requests.
+        """Return the attention backend's metadata for rows of any requests.
 
         Args:
             owners: ``[rows]`` the row of ``blocks`` that is the request's, on the CPU.
@@ -326,7 +326,7 @@ class LinkRunner:
     def with_chunk_embeddings(
         self, embeds: Sequence[torch.Tensor], mask: torch.Tensor
     ) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
-        """Adds the images of links to those that vLLM gathered.
+        """Add the images of links to those that vLLM gathered.
 
         Args:
             embeds: ``[n, width]`` of each of vLLM's, in the order of the batch.

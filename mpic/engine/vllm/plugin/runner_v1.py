@@ -77,7 +77,7 @@ class LinkRunnerV1(LinkRunner):
         return prepared
 
     def _move(self, linked: LinkedRequest) -> None:
-        """Replaces ids and positions of the scheduled tokens by those of the computed ones."""
+        """Replace ids and positions of the scheduled tokens by those of the computed ones."""
         row, offset, link, tokens = linked
         index = torch.from_numpy(tokens)
         batch = slice(offset, offset + len(tokens))

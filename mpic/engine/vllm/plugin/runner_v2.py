@@ -155,7 +155,7 @@ class LinkRunnerV2(LinkRunner):
             self.model_state.apply_staged_writes()
 
     def _set_positions(self, request: str, length: int) -> None:
-        """Replaces the M-RoPE positions that vLLM gave a prompt without images of its own; ``length`` is that of the
+        """Replace the M-RoPE positions that vLLM gave a prompt without images of its own; ``length`` is that of the
         prompt and, after a preemption, of the answer so far."""
         positions, delta = self._positions[request]
         answer = torch.arange(positions.shape[1], length) + delta

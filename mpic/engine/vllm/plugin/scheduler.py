@@ -89,7 +89,7 @@ class LinkScheduler(Scheduler):
         return super().get_grammar_bitmask(scheduler_output)
 
     def _free_encoder_inputs(self, request: Request) -> None:
-        """Keeps the image of a compile order, whose embeddings are exported with the last token of the prompt: a step
+        """Keep the image of a compile order, whose embeddings are exported with the last token of the prompt: a step
         may end between the two, and the next one could evict an image that nobody holds. vLLM gives up what a request
         holds when the request ends or is preempted. Only a request with one image may hold it while others wait for
         room, because it needs no more room itself."""

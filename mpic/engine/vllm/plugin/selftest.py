@@ -33,7 +33,7 @@ MOVE = 37
 
 @torch.inference_mode()
 def self_test(runner: LinkRunner) -> None:
-    """Tests the path of a chunk into the paged cache and to the attention kernel.
+    """Test the path of a chunk into the paged cache and to the attention kernel.
 
     The cache must hold nothing yet; it is cleared afterwards.
 
@@ -71,7 +71,7 @@ def self_test(runner: LinkRunner) -> None:
 
 
 def _writes(runner: LinkRunner, kv: torch.Tensor, blocks: torch.Tensor) -> list[PagedWrite]:
-    """Returns writes of all tokens of ``kv [layers, 2, heads, n, width]``: the first block, then every other token of
+    """Return writes of all tokens of ``kv [layers, 2, heads, n, width]``: the first block, then every other token of
     the rest, then those between."""
     paged, tokens = runner.paged, kv.shape[3]
     if not paged.on_cpu:
@@ -85,7 +85,7 @@ def _writes(runner: LinkRunner, kv: torch.Tensor, blocks: torch.Tensor) -> list[
 
 
 def _rotated(runner: LinkRunner, keys: torch.Tensor, first: int) -> torch.Tensor:
-    """Rotates ``keys [layers, heads, n, width]`` to positions from ``first`` on, by the model's own rotary module."""
+    """Rotate ``keys [layers, heads, n, width]`` to positions from ``first`` on, by the model's own rotary module."""
     modules = runner.language_model.modules()
     rotary = next((m for m in modules if isinstance(m, RotaryEmbeddingBase)), None)
     layers, heads, n, width = keys.shape
@@ -106,7 +106,7 @@ def _rotated(runner: LinkRunner, keys: torch.Tensor, first: int) -> torch.Tensor
 
 
 def _attend(runner: LinkRunner, blocks: torch.Tensor, kv: torch.Tensor, dtype: torch.dtype) -> None:
-    """Compares the backend's attention of one query, the last token's, over the written cache with the definition."""
+    """Compare the backend's attention of one query, the last token's, over the written cache with the definition."""
     tokens = kv.shape[3]
     device = runner.device
     limit = ATTENTION_IN_TF32 if dtype == torch.float32 and not runner.paged.on_cpu else None
@@ -141,7 +141,7 @@ def _compare(
     reason: str,
     limit: float | None = None,
 ) -> None:
-    """Raises ModelRefused with ``reason`` where values differ by more than ``limit`` (None: that of their dtype)."""
+    """Raise ModelRefused with ``reason`` where values differ by more than ``limit`` (None: that of their dtype)."""
     difference = float((found - expected).abs().max())
     limit = limit or TOLERANCE.get(dtype, TOLERANCE[torch.float32])
     limit *= max(1.0, float(expected.abs().max()) / _USUAL)

@@ -22,7 +22,7 @@ class EndReason(NamedTuple):
 
     @classmethod
     def of(cls, error: Exception, code: str, message: str) -> EndReason:
-        """Returns the reason of an error. Short memory has its own code, whatever failed for it, because the caller may
+        """Return the reason of an error. Short memory has its own code, whatever failed for it, because the caller may
         try again."""
         short = isinstance(error, OutOfMemory) or is_exhaustion(error)
         return cls(OutOfMemory.code if short else code, message)

@@ -61,7 +61,7 @@ class Transfer(NamedTuple):
 
 
 def transfers(writes: Sequence[PagedWrite], sizes: TransferSizes) -> list[Transfer]:
-    """Cuts writes into transfers, those of the first layers first.
+    """Cut writes into transfers, those of the first layers first.
 
     Raises:
         ValueError: one token in one layer is larger than a transfer may be.
@@ -80,7 +80,7 @@ def transfers(writes: Sequence[PagedWrite], sizes: TransferSizes) -> list[Transf
 
 
 def _pieces(write: PagedWrite, sizes: TransferSizes) -> Iterator[tuple[range, range, range]]:
-    """Yields picks, span and crossing (``Transfer``) of the parts that a write has in every layer: as few as possible
+    """Yield picks, span and crossing (``Transfer``) of the parts that a write has in every layer: as few as possible
     without crossing large gaps, and none larger than a transfer."""
     _, heads, n, _ = write.kv[0].shape
     gap = sizes.gap // (write.token_bytes // (2 * heads))  # in tokens
@@ -97,7 +97,7 @@ def _pieces(write: PagedWrite, sizes: TransferSizes) -> Iterator[tuple[range, ra
 
 
 def _runs(write: PagedWrite, gap: int) -> Iterator[tuple[range, range]]:
-    """Yields picks and their span, cut where more than ``gap`` tokens lie between two neighbours."""
+    """Yield picks and their span, cut where more than ``gap`` tokens lie between two neighbours."""
     cuts: list[int] = []
     if not isinstance(write.tokens, slice):
         cuts = (torch.nonzero(write.tokens.diff() > gap + 1)[:, 0] + 1).tolist()
@@ -112,7 +112,7 @@ def _span(write: PagedWrite, picks: range) -> range:
 
 
 def _between(write: PagedWrite, picks: range, lo: int, hi: int) -> range:
-    """Returns those of some picks that are tokens from ``lo`` to ``hi`` of the chunk."""
+    """Return those of some picks that are tokens from ``lo`` to ``hi`` of the chunk."""
     if isinstance(write.tokens, slice):
         return range(lo - write.tokens.start, hi - write.tokens.start)
     first, last = torch.searchsorted(write.tokens, torch.tensor([lo, hi])).tolist()

@@ -25,7 +25,7 @@ _LIMIT = 1e-5
 
 
 def modules(model: nn.Module) -> list[nn.Module]:
-    """Returns transformers' rotary modules in a model."""
+    """Return transformers' rotary modules in a model."""
     return [
         m
         for m in model.modules()
@@ -34,7 +34,7 @@ def modules(model: nn.Module) -> list[nn.Module]:
 
 
 def find(model: nn.Module) -> list[tuple[torch.Tensor, bool]]:
-    """Returns frequencies ``[half]`` fp64, and whether neighbouring dimensions turn together, of each of them.
+    """Return frequencies ``[half]`` fp64, and whether neighbouring dimensions turn together, of each of them.
 
     Raises:
         ModelRefused: frequencies that change, that differ by kind of layer, or that turn keys in another way.
@@ -43,7 +43,7 @@ def find(model: nn.Module) -> list[tuple[torch.Tensor, bool]]:
 
 
 def rotated(rotary: nn.Module, keys: torch.Tensor, first: int) -> torch.Tensor:
-    """Rotates ``keys [heads, n, width]`` to positions from ``first`` on, as the model's attention does. Of wider keys
+    """Rotate ``keys [heads, n, width]`` to positions from ``first`` on, as the model's attention does. Of wider keys
     than the embedding turns, the first dimensions are turned.
 
     Raises:

@@ -16,13 +16,13 @@ CREDIT = 8
 
 
 def user_of(request: Request) -> str:
-    """Returns whose request it is."""
+    """Return whose request it is."""
     params = request.sampling_params
     return str(((params and params.extra_args) or {}).get(USER, ""))
 
 
 def is_prefill(request: Request) -> bool:
-    """Returns whether more than one token of a request is still to be computed."""
+    """Return whether more than one token of a request is still to be computed."""
     return request.num_tokens - request.num_computed_tokens > 1
 
 
@@ -39,7 +39,7 @@ class RowTurns:
         self._tried: set[str] = set()
 
     def begin(self, running: Iterable[Request], waiting: Iterable[Request]) -> Callable[[Request], int]:
-        """Begins a step; returns the key by which requests are sorted: first come those of the user who has had
+        """Begin a step; return the key by which requests are sorted: first come those of the user who has had
         least."""
         users = dict.fromkeys(map(user_of, (*running, *waiting)))
         had = {user: self._had[user] for user in users if user in self._had}
@@ -49,7 +49,7 @@ class RowTurns:
         return lambda request: self._had[user_of(request)]
 
     def limit(self, running: list[Request], waiting: list[Request]) -> tuple[int, set[str]]:
-        """Returns the most rows of a step that one prompt may take, 0 for any, and prompts that take none. While users
+        """Return the most rows of a step that one prompt may take, 0 for any, and prompts that take none. While users
         have prompts beside each other, answers keep their rows. Once for each request of a user who has nothing
         running, those who have had more leave the step to it; if it cannot start then, it has a share like the
         others."""
@@ -66,6 +66,6 @@ class RowTurns:
         return max(1, left // (len(prompts) + 1)) if new else left, set()
 
     def end(self, scheduled: Mapping[str, int], requests: Mapping[str, Request]) -> None:
-        """Counts the rows that requests have been given."""
+        """Count the rows that requests have been given."""
         for id, rows in scheduled.items():
             self._had[user_of(requests[id])] += rows

@@ -15,7 +15,7 @@ PATIENCE = 10.0
 
 
 def end_with_parent(parent: int) -> None:
-    """Watches the parent of this process from a thread, and ends this process when the parent is gone. A process that
+    """Watch the parent of this process from a thread, and end this process when the parent is gone. A process that
     was started by another one (a Ray actor) is left alone."""
     if os.getppid() not in (parent, 1):  # 1: the parent is gone already
         return
@@ -23,7 +23,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def leave_interrupts_to(parent: int) -> None:
-    """Ignores Ctrl-C in a process that ``parent`` started. The parent ends its requests and then this process; vLLM
+    """Ignore Ctrl-C in a process that ``parent`` started. The parent ends its requests and then this process; vLLM
     would abort what it computes while the parent still lets answers finish. Call it after vLLM has set its handlers."""
     if os.getppid() == parent and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -82,13 +82,13 @@ class LinkWorker(PlatformWorker):
         connector.attach(runner)
 
     def key_rotation(self) -> tuple[list[float], bool]:
-        """Returns the rotary frequencies that keys move with, and whether neighbouring dimensions turn together."""
+        """Return the rotary frequencies that keys move with, and whether neighbouring dimensions turn together."""
         rotation = self.model_runner.rotation
         return rotation.frequencies.tolist(), rotation.interleaved
 
 
 def refuse(config: VllmConfig) -> None:
-    """Raises ModelRefused for settings, and versions of vLLM, that links cannot be combined with."""
+    """Raise ModelRefused for settings, and versions of vLLM, that links cannot be combined with."""
     if reason := unknown_version(vllm.__version__):
         raise ModelRefused(reason)
     parallel, model, scheduler = config.parallel_config, config.model_config, config.scheduler_config
@@ -120,7 +120,7 @@ def refuse(config: VllmConfig) -> None:
 
 
 def _only_full_attention(cache: KVCacheConfig, config: VllmConfig) -> int:
-    """Returns the tokens of a block, if there is one KV cache group of full attention layers."""
+    """Return the tokens of a block, if there is one KV cache group of full attention layers."""
     groups = cache.kv_cache_groups
     if len(groups) != 1 or type(groups[0].kv_cache_spec) is not FullAttentionSpec:
         kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
