@@ -73,9 +73,14 @@ def drawn(page: OpenChat, answering: bool | None = None, asked: str = "") -> Sho
 
 
 class Answering:
-    """The answer that an open page waits for."""
+    """The answer that an open page waits for.
 
-    def __init__(self) -> None:
+    Args:
+        chat: id of the chat that it belongs to.
+    """
+
+    def __init__(self, chat: str) -> None:
+        self.chat = chat
         self.stopping = False
         self.ended = asyncio.Event()
         self._step: asyncio.Future[Shown | None] | None = None
@@ -132,7 +137,10 @@ class ChatEvents:
         else:
             steps = self._ask_box(client, open_page, value, request, pickers)
         try:
-            async with self._one_at_a_time(request) as mine, aclosing(mine.steps_of(steps)) as stoppable:
+            async with (
+                self._one_at_a_time(request, open_page.chat.id) as mine,
+                aclosing(mine.steps_of(steps)) as stoppable,
+            ):
                 async for shown in stoppable:
                     yield shown
         except Conflict as error:  # for the script, an event that fails is the one that it waits for
@@ -140,14 +148,19 @@ class ChatEvents:
             yield gr.skip(), gr.skip()
 
     @asynccontextmanager
-    async def _one_at_a_time(self, request: gr.Request) -> AsyncGenerator[Answering, None]:
-        """Wait for an answer that is being stopped. Raise Conflict if one is being written."""
+    async def _one_at_a_time(self, request: gr.Request, chat: str) -> AsyncGenerator[Answering, None]:
+        """Wait for an answer that is being stopped. Raise Conflict if one is being written in this chat.
+
+        A page shows one chat, so an answer in another one was left, whose ``stop`` may come later than this event.
+        """
         session = str(request.session_hash)
         while before := self._answering.get(session):
+            if before.chat != chat:
+                before.stop()
             if not before.stopping:
                 raise Conflict("an answer is being written; stop it first")
             await before.ended.wait()
-        mine = self._answering[session] = Answering()
+        mine = self._answering[session] = Answering(chat)
         try:
             yield mine
         finally:
@@ -211,18 +224,20 @@ class ChatEvents:
     async def undo(self, page: Any, request: gr.Request) -> tuple[Any, Any, Any]:
         """Take the last question back into the box."""
         open_page = open_chat(page)
-        async with self._one_at_a_time(request):
+        async with self._one_at_a_time(request, open_page.chat.id):
             last = _last(open_page.chat)
             open_page.chat.remove(last)
             return *drawn(open_page), question(last.question)
 
     @told
-    async def stop(self, page: Any, request: gr.Request) -> Shown:
-        """Stop what is being answered. The event that answers says so itself; if none does, mark it as stopped."""
-        if mine := self._answering.get(str(request.session_hash)):
-            mine.stop()
-            return gr.skip(), gr.skip()
+    async def stop(self, page: Any, event: gr.EventData, request: gr.Request) -> Shown:
+        """Stop what is being answered in the chat that the event names, or in the open one. The event that answers says
+        so itself; if none does, mark it as stopped."""
         open_page = open_chat(page)
+        if mine := self._answering.get(str(request.session_hash)):
+            if mine.chat == given(event).get("chat", open_page.chat.id):
+                mine.stop()
+            return gr.skip(), gr.skip()
         for turn in open_page.chat.turns:
             for run in (turn.answer, turn.again):
                 if run is not None and run.running:

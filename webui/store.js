@@ -68,7 +68,7 @@ const setAnswering = (now) => { answering = now; document.body.toggleAttribute('
 
 const open = (chat) => {
   if (answering) {
-    trigger('stopped');
+    trigger('stopped', { chat: shown.id });
     setAnswering(false);
   }
   if (saving) save();  // what the chat before this one is still to keep

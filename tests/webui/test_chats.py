@@ -1,13 +1,15 @@
 """Chats as the browser sends them, and what becomes of them on the way to the API."""
 
 import asyncio
+from types import SimpleNamespace
 
+import gradio as gr
 import pytest
 
-from mpic.errors import BadRequest
+from mpic.errors import BadRequest, Conflict
 from mpic.webui import parts
 from mpic.webui.asking import messages, named_files, options, with_handles_of_now
-from mpic.webui.chat_events import Answering
+from mpic.webui.chat_events import Answering, ChatEvents
 from mpic.webui.chats import (
     Facts,
     OpenChat,
@@ -111,7 +113,7 @@ async def spoken(closed):
     "after", [None, 0, 0.01], ids=["between two steps", "as a step begins", "while it waits"]
 )
 async def test_an_answer_that_is_stopped_has_a_last_word(after):
-    answering, closed, said = Answering(), [], []
+    answering, closed, said = Answering("a"), [], []
     async for word in answering.steps_of(spoken(closed)):
         said.append(word)
         if word == "second" and after is None:
@@ -122,13 +124,13 @@ async def test_an_answer_that_is_stopped_has_a_last_word(after):
 
 
 async def test_an_answer_that_is_stopped_before_it_begins_says_nothing():
-    answering = Answering()
+    answering = Answering("a")
     answering.stop()
     assert [word async for word in answering.steps_of(spoken([]))] == []
 
 
 async def test_an_answer_whose_page_is_gone_has_no_last_word():
-    answering, closed, said = Answering(), [], []
+    answering, closed, said = Answering("a"), [], []
 
     async def listen():
         async for word in answering.steps_of(spoken(closed)):
@@ -142,3 +144,33 @@ async def test_an_answer_whose_page_is_gone_has_no_last_word():
         await task
     await asyncio.sleep(0)
     assert said == ["first", "second"] and closed
+
+
+async def test_a_question_in_another_chat_stops_the_answer_that_was_left_and_a_late_stop_harms_none():
+    """The page sends both at once, and the server may see them in either order."""
+    uploads = Uploads(1000)
+    events, request = ChatEvents(uploads), SimpleNamespace(session_hash="page")
+    left, closed = [], []
+
+    async def answer(chat):
+        async with events._one_at_a_time(request, chat) as mine:
+            async for word in mine.steps_of(spoken(closed)):
+                left.append((chat, word))
+
+    first = asyncio.create_task(answer("a"))
+    while len(left) < 2:
+        await asyncio.sleep(0)
+    with pytest.raises(Conflict):
+        async with events._one_at_a_time(request, "a"):
+            pass
+    second = asyncio.create_task(answer("b"))
+    await first
+    while len(left) < 5:
+        await asyncio.sleep(0)
+    page = OpenChat(chat=StoredChat(id="b")).model_dump()
+    assert await events.stop(page, SimpleNamespace(_data={"chat": "a"}), request) == (gr.skip(), gr.skip())
+    assert not events._answering["page"].stopping
+    await events.stop(page, SimpleNamespace(_data=None), request)
+    await second
+    assert [word for _, word in left] == ["first", "second", "last"] * 2
+    uploads.close()
