@@ -76,8 +76,8 @@ QUESTIONS = (
 
 @cache
 def sample_files(model: str) -> dict[str, Path]:
-    """Return the sample files that a model knows, by handle. There are none for a model that is not ours, or where
-    they are not installed."""
+    """Return the sample files that a model knows, by handle: an empty dictionary for a model that is not
+    bundled, or where the samples are not installed."""
     folder = samples_folder(model)
     if model not in SAMPLES:
         return {}

@@ -76,7 +76,7 @@ class TextPart(Strict):
 
 
 class RefusalPart(Strict):
-    """What an earlier answer said in place of an answer; only in assistant messages."""
+    """Text with which an earlier answer declined; only assistant messages may contain it."""
 
     type: Literal["refusal"]
     refusal: str

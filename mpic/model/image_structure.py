@@ -28,7 +28,7 @@ _MEDIUM = (600, 300)
 
 
 def gradient(size: tuple[int, int]) -> Image.Image:
-    """Return an RGB image of that width and height whose pixels are not all the same."""
+    """Return an RGB image of this width and height, with a gradient, so that its pixels differ."""
     return Image.linear_gradient("L").resize(size).convert("RGB")
 
 

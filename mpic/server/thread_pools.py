@@ -124,7 +124,7 @@ def _for(user: str, work: Callable[..., T], args: tuple[object, ...]) -> T:
 
 
 async def _until_done(task: asyncio.Future[T]) -> T:
-    """Return the result of a task, for whose end it waits however often its own task is cancelled meanwhile."""
+    """Wait for a task to end, even if the waiting task is cancelled meanwhile, and return its result."""
     cancelled: asyncio.CancelledError | None = None
     with CancelScope(shield=True):  # anyio would repeat a cancellation in every turn of the loop
         while not task.done():

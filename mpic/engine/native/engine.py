@@ -421,8 +421,8 @@ class NativeEngine(Engine):
         self._more_to_do = True
 
     def _failure_of_compiles(self, failure: MPICError) -> MPICError:
-        """Return what those learn who wait for chunks when a step has failed. They try again where the chunks are not
-        to blame: memory was short for the whole step, or the device works no more before a restart."""
+        """Return the error for requests that wait for chunks when a step has failed. It lets them try again where the
+        chunks are not to blame: memory was short for the whole step, or the device needs a restart."""
         if self._broken:
             return EngineStopped(f"the device does not work any more: {self._broken}")
         return failure if isinstance(failure, Unavailable) else CompileFailed(str(failure))

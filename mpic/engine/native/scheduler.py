@@ -77,7 +77,7 @@ class Scheduler:
         return not (self.waiting or self.running or self.jobs or self.preempted)
 
     def schedule(self) -> list[BatchSlice]:
-        """Return the slices of the next step, at most ``budget`` rows, and fewer while answers stream. There are none
+        """Return the slices of the next step, at most ``budget`` rows, and fewer while answers stream; an empty list
         when everything waits."""
         self._slices = []
         try:

@@ -72,7 +72,7 @@ class LoopThread:
 
 
 async def _end_tasks() -> None:
-    """Cancel all other tasks until there are none: one that is cancelled may begin another."""
+    """Cancel all other tasks, again and again until none is left: a cancelled task may start another one."""
     while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
         for task in tasks:
             task.cancel()
