@@ -234,7 +234,8 @@ def below(turn: StoredTurn, ms_per_token: float | None) -> str:
         )
     if not (again and again.running):
         buttons.append(button("Answer again", "chat", "again", turn=turn.id))
-        buttons.append(button("Delete", "chat", "delete", "Delete this turn", turn=turn.id))
+        ask = "Delete this question and its answer? They cannot be brought back."
+        buttons.append(button("Delete", "chat", "delete", "Delete this turn", ask, turn=turn.id))
     return f'<div class="mpic-below">{"".join(parts)}<p class="mpic-row">{"".join(buttons)}</p></div>'
 
 

@@ -110,9 +110,11 @@ def test_questions_are_answered_again_edited_and_taken_back(fake, open_page):
     until(page, lambda: questions(page) == ["First", "Two"])
     page.click("[aria-label=Undo]")
     until(page, lambda: questions(page) == ["First"] and page.input_value(BOX) == "Two")
-    page.on("dialog", lambda dialog: dialog.accept())
+    dialogs = []
+    page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.accept()))
     page.click("[data-do=delete]")
     until(page, lambda: questions(page) == [] and kept(page) == [])
+    assert dialogs == ["Delete this question and its answer? They cannot be brought back."]
 
 
 def test_a_chat_is_asked_one_thing_at_a_time(fake, open_page):
