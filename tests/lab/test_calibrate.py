@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -106,6 +107,31 @@ def test_codes_stand_in_documents_of_real_prose_of_the_size_asked_for():
     assert max(count(part["text"]) for part in small.messages[0]["content"][:-1]) <= 151
     with pytest.raises(TaskError, match="at most 12"):
         next(find("prose-codes").load(Options(chunks=13)))
+
+
+def test_two_codes_and_a_sentence_are_asked_of_the_documents_that_have_them():
+    options = Options(chunks=3, questions=4, count=counter_of(chat_template()))
+    for sample in find("prose-two-codes").load(options):
+        *documents, question = sample.messages[0]["content"]
+        holds = [next(part["text"] for part in documents if code in part["text"]) for code in sample.expected]
+        assert len(set(holds)) == 2
+        names = re.findall(r"project (\w+)", question["text"])
+        assert all(f"project {n} is {c}." in h for n, c, h in zip(names, sample.expected, holds))
+    with pytest.raises(TaskError, match="at least 2 documents"):
+        next(find("prose-two-codes").load(Options(chunks=1)))
+    for sample in find("prose-copy").load(options):
+        *documents, question = sample.messages[0]["content"]
+        (sentence,), (where, name) = (
+            sample.expected,
+            re.findall(r"directly (\w+) .* project (\w+)", question["text"])[0],
+        )
+        (text,) = (part["text"] for part in documents if f"project {name} is" in part["text"])
+        before, after = re.split(rf"The access code of project {name} is \d{{5}}\. ?", text)
+        assert (after if where == "after" else before.rstrip()).find(sentence) == (
+            0 if where == "after" else len(before.rstrip()) - len(sentence)
+        )
+    with pytest.raises(TaskError, match="two sentences"):
+        list(find("prose-copy").load(replace(options, tokens=15)))
 
 
 class Asked(Calibrator):
