@@ -83,12 +83,17 @@ class StoredFile:
                     raise StorageFailed("the file became shorter while it was read")
                 data = data + piece if data else piece
         except OSError as error:
-            self.fault = StorageFailed(f"the file cannot be read from the disk ({error.strerror})")
+            self.fault = unreadable(error)
             raise self.fault from error
         except StorageFailed as error:
             self.fault = error
             raise
         return data
+
+
+def unreadable(error: OSError) -> StorageFailed:
+    """Return the error to report when the disk does not give a file's bytes."""
+    return StorageFailed(f"the file cannot be read from the disk ({error.strerror})")
 
 
 class _Reader(io.RawIOBase):

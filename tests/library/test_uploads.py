@@ -1,10 +1,12 @@
 """Uploads: handles, pages, states. ``test_isolation.py`` tests that users do not see each other's."""
 
+import errno
 import io
 import os
 import threading
 import tracemalloc
 import zipfile
+from functools import partial
 
 import numpy as np
 import pytest
@@ -323,11 +325,13 @@ def test_what_keeps_one_users_expired_files_keeps_nobody_elses(library, clock, m
 
 
 class Pieces(FileSystem):
-    """Records the most bytes that are read at a time."""
+    """Records the most bytes that are read at a time, and fails while it is ``broken``."""
 
-    most = 0
+    most, broken = 0, False
 
     def read(self, fd, into, offset):
+        if self.broken:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         self.most = max(self.most, len(into))
         return super().read(fd, into, offset)
 
@@ -390,9 +394,15 @@ def test_an_upload_of_which_bytes_are_lost_before_it_is_looked_at_is_not_accepte
             identify(incoming, library.limits)
 
 
-def test_an_original_that_a_worker_cannot_read_is_no_invalid_image(open_library, monkeypatch):
-    library = open_library()
+def test_an_original_that_the_disk_does_not_give_is_no_invalid_image(open_library, monkeypatch):
+    disk = Pieces()
+    library = open_library(filesystem=disk)
     file = library.files.add("ann", encoded().ljust(8 << 20, b"\0"), "a.png")
+    disk.broken = True
+    for read in (library.files.chunk("ann", file).load_image, partial(library.files.content, "ann", file.id)):
+        with pytest.raises(StorageFailed, match="Input/output error"):
+            read()
+    disk.broken = False
     with open("/proc/self/mem", "rb") as unreadable, monkeypatch.context() as patch:
         patch.setattr(FileSystem, "lend", lambda *_: unreadable.fileno())
         with pytest.raises(StorageFailed, match="Input/output error"):

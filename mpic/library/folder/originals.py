@@ -15,7 +15,7 @@ from threading import Lock
 from mpic.durable import TEMPORARY, FileSystem, publish_all, read_all, storage_error, write_all
 from mpic.errors import CorruptFile, IntegrityError, StorageFailed, TooLarge
 from mpic.imaging.image_header import SMALL_BYTES
-from mpic.imaging.stored_file import PIECE, FileBytes, StoredFile
+from mpic.imaging.stored_file import PIECE, FileBytes, StoredFile, unreadable
 from mpic.library.folder.layout import original_path, sidecar_of
 from mpic.library.folder.sidecars import Sidecar
 
@@ -182,7 +182,12 @@ class OpenOriginal(io.BufferedIOBase):
         self.bytes = filesystem.size(self._fd)
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Return the next bytes, at most ``size``, and none at the end. Raise ValueError if it was closed."""
+        """Return the next bytes, at most ``size``, and none at the end.
+
+        Raises:
+            StorageFailed: the disk does not give them.
+            ValueError: it was closed.
+        """
         left = self.bytes - self._at
         data = self._read(left if not size or size < 0 else min(size, left), self._at)
         self._at += len(data)
@@ -296,6 +301,7 @@ class Originals:
 
         Raises:
             CorruptFile: its bytes differ from those that were uploaded.
+            StorageFailed: the disk does not give them.
             FileNotFoundError: it is not there.
             LibraryGone: the library's folder is not there any more.
         """
@@ -343,5 +349,9 @@ class Originals:
 
 
 def _read(filesystem: FileSystem, fd: int, start: int, size: int) -> bytes:
+    """Return the bytes that are there. Raise StorageFailed if the disk does not give them."""
     data = memoryview(bytearray(size))
-    return bytes(data[: read_all(filesystem, fd, data, start)])
+    try:
+        return bytes(data[: read_all(filesystem, fd, data, start)])
+    except OSError as error:
+        raise unreadable(error) from error
