@@ -116,7 +116,7 @@ class _Reader(io.RawIOBase):
         self._at = at
         return at
 
-    def readinto(self, into: memoryview, /) -> int:  # ty: ignore[invalid-method-override] (only what a buffer gives)
+    def readinto(self, into: memoryview, /) -> int:  # ty: ignore[incompatible-method-override] (its only caller)
         size = max(0, min(len(into), PIECE, len(self._file) - self._at))
         try:
             into[:size] = self._file.read(self._at, size)
@@ -145,11 +145,9 @@ FileBytes: TypeAlias = bytes | StoredFile
 
 def stream(data: FileBytes) -> BinaryIO:
     """Return the content of a file as a stream."""
-    if isinstance(data, bytes):
-        return io.BytesIO(data)
-    return _Buffered(data)
+    return _Buffered(data) if isinstance(data, StoredFile) else io.BytesIO(data)
 
 
 def pieces(data: FileBytes) -> Iterator[bytes]:
     """Yield the content of a file in pieces of any size."""
-    return iter((data,)) if isinstance(data, bytes) else data.pieces()
+    return data.pieces() if isinstance(data, StoredFile) else iter((data,))
