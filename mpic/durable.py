@@ -84,6 +84,10 @@ class FileSystem:
         into[: len(data)] = data
         return len(data)
 
+    def lend(self, fd: int) -> int:
+        """Return a descriptor by which another process can read an open file, for as long as that is not closed."""
+        return fd
+
     def read_ahead(self, path: Path) -> None:
         """Ask the system to begin reading a whole file into its cache, and do not wait for it. A file that cannot
         be opened is left alone: reading it will report why."""

@@ -447,6 +447,13 @@ class DatabaseFailed(Unavailable):
     retry_after = 5.0
 
 
+class StorageFailed(Unavailable):
+    """A file cannot be read from the disk, or became shorter while it was read. Its content is not to blame."""
+
+    code = "storage_failed"
+    retry_after = 5.0
+
+
 class LibraryGone(Unavailable):
     """The library's folder was removed or replaced while a server has it open; nothing is stored any more."""
 

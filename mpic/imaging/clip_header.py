@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mpic.imaging.stored_file import FileBytes
+
 NO_CLIPS = "this model takes no videos; send the frames you want seen as images"
 CONTAINERS = {b"\x1aE\xdf\xa3": "Matroska or WebM video"}
 STILL_BRANDS = {
@@ -24,7 +26,7 @@ def container(head: bytes) -> str | None:
     return next((name for magic, name in CONTAINERS.items() if head.startswith(magic)), None)
 
 
-def is_animated(data: bytes) -> bool:
+def is_animated(data: FileBytes) -> bool:
     """Return whether a GIF, WebP or PNG declares more than one frame."""
     if data.startswith(b"GIF8"):
         return _frames_of_gif(data) > 1
@@ -35,12 +37,12 @@ def is_animated(data: bytes) -> bool:
     return False
 
 
-def is_fragmented(data: bytes) -> bool:
+def is_fragmented(data: FileBytes) -> bool:
     """Return whether an MP4 is fragmented, in which case its header does not state the number of frames."""
     return any(kind == b"moof" for kind, _, _ in _boxes(data, 0, len(data)))
 
 
-def movie_seconds(data: bytes) -> float:
+def movie_seconds(data: FileBytes) -> float:
     """Return the duration of an MP4 by its header, edits included, or 0 if the header does not state it."""
     for kind, lo, hi in _boxes(data, 0, len(data)):
         if kind != b"moov":
@@ -54,7 +56,7 @@ def movie_seconds(data: bytes) -> float:
     return 0.0
 
 
-def _boxes(data: bytes, at: int, end: int) -> Iterator[tuple[bytes, int, int]]:
+def _boxes(data: FileBytes, at: int, end: int) -> Iterator[tuple[bytes, int, int]]:
     """Yield type, begin and end of the boxes of an MP4 (ISO/IEC 14496-12, section 4.2)."""
     for _ in range(MOST_PARTS):
         if at + 8 > end:
@@ -69,7 +71,7 @@ def _boxes(data: bytes, at: int, end: int) -> Iterator[tuple[bytes, int, int]]:
         at = until
 
 
-def _frames_of_png(data: bytes) -> int:
+def _frames_of_png(data: FileBytes) -> int:
     """Return the number of frames that ``acTL`` of a PNG declares, or 0."""
     at = 8
     for _ in range(MOST_PARTS):
@@ -82,7 +84,7 @@ def _frames_of_png(data: bytes) -> int:
     return 0
 
 
-def _frames_of_webp(data: bytes) -> int:
+def _frames_of_webp(data: FileBytes) -> int:
     """Count the frames of an animated WebP up to two."""
     at, frames = 12, 0
     for _ in range(MOST_PARTS):
@@ -94,7 +96,7 @@ def _frames_of_webp(data: bytes) -> int:
     return frames
 
 
-def _frames_of_gif(data: bytes) -> int:
+def _frames_of_gif(data: FileBytes) -> int:
     """Count the frames of a GIF up to two; also return 2 if it has too many parts to look at, so that a decoding
     process finds out."""
     flags = data[10] if len(data) > 10 else 0

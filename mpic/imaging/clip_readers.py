@@ -1,7 +1,7 @@
 """Readers of clips: one walk over a file's frames, whichever library decodes it.
 
 Animated GIF, WebP and PNG are Pillow's, which is always there. Containers are OpenCV's (its FFmpeg), which the extra
-``video`` installs and vLLM brings. It decodes from memory, in one thread, and gets nothing but files that begin as a
+``video`` installs and vLLM brings. It reads from a stream, in one thread, and gets nothing but files that begin as a
 known container. FFmpeg itself decides by more than the beginning, and would follow the addresses in a playlist or
 listen for the stream that a session description announces, so it is told which containers it may open, and that it may
 use no protocols.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import io
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from PIL import Image
 from mpic.errors import InvalidVideo, NoVideoDecoder
 from mpic.imaging.clip_header import container, is_animated, is_fragmented, movie_seconds
 from mpic.imaging.pixels import converted
+from mpic.imaging.stored_file import FileBytes, stream
 
 INSTALL = "pip install 'mpic[video]'"
 ALLOWED = "format_whitelist;mov,matroska,avi|protocol_whitelist;none"
@@ -68,7 +68,7 @@ class ClipReader(NamedTuple):
 
 
 @contextmanager
-def reader(data: bytes) -> Iterator[ClipReader]:
+def reader(data: FileBytes) -> Iterator[ClipReader]:
     """Open a clip.
 
     Raises:
@@ -84,7 +84,7 @@ def reader(data: bytes) -> Iterator[ClipReader]:
                 "PNG; a still image is sent as an image",
                 param="file",
             )
-        with Image.open(io.BytesIO(data), formats=("GIF", "WEBP", "PNG")) as image:
+        with Image.open(stream(data), formats=("GIF", "WEBP", "PNG")) as image:
             yield ClipReader(*image.size, 0.0, 0, 0.0, _animation(image))
         return
     if not installed():
@@ -108,7 +108,7 @@ def load() -> None:
         importlib.import_module("cv2")
 
 
-def _account(kind: str, data: bytes) -> dict[str, Any]:
+def _account(kind: str, data: FileBytes) -> dict[str, Any]:
     """Return the fields of a ``ClipReader`` that OpenCV gets wrong: it estimates the number of frames of Matroska and
     of fragmented MP4, which do not state it."""
     if kind == "AVI video":
@@ -133,7 +133,7 @@ def _animation(image: Image.Image) -> Iterator[Shown]:
 
 
 @contextmanager
-def _opencv(data: bytes) -> Iterator[ClipReader]:
+def _opencv(data: FileBytes) -> Iterator[ClipReader]:
     load()
     try:
         import cv2
@@ -141,7 +141,7 @@ def _opencv(data: bytes) -> Iterator[ClipReader]:
         raise NoVideoDecoder(f"OpenCV cannot be loaded here ({error}): {INSTALL}", param="file") from error
     if int(cv2.__version__.split(".")[0]) < OLDEST:
         raise NoVideoDecoder(f"OpenCV {cv2.__version__} is too old to decode a clip: {INSTALL}", param="file")
-    source = io.BytesIO(data)  # OpenCV keeps no reference of its own
+    source = stream(data)  # OpenCV keeps no reference of its own
     opened = cv2.VideoCapture(source, cv2.CAP_FFMPEG, [cv2.CAP_PROP_N_THREADS, 1])  # ty: ignore[no-matching-overload] (its stubs lack buffers)
     try:
         if not opened.isOpened():

@@ -16,6 +16,7 @@ from PIL import Image
 from mpic.errors import InvalidUpload, InvalidVideo, OutOfMemory, TooLarge, VideoTooLarge
 from mpic.imaging.clip_readers import ClipReader, reader
 from mpic.imaging.pixels import said_by
+from mpic.imaging.stored_file import FileBytes
 
 FRAME_PIXELS = 4096 * 2304
 """Most pixels of one frame; a decoder may hold more than a dozen of them at a time."""
@@ -79,7 +80,7 @@ class Clip(NamedTuple):
 
 
 @contextmanager
-def _opened(data: bytes, rules: ClipRules) -> Iterator[ClipReader]:
+def _opened(data: FileBytes, rules: ClipRules) -> Iterator[ClipReader]:
     """Open a clip within the rules.
 
     Raises:
@@ -104,7 +105,7 @@ def _opened(data: bytes, rules: ClipRules) -> Iterator[ClipReader]:
         raise InvalidVideo(f"the clip cannot be decoded{said_by(error)}", param="file") from error
 
 
-def facts(data: bytes, rules: ClipRules) -> ClipFacts:
+def facts(data: FileBytes, rules: ClipRules) -> ClipFacts:
     """Decode a whole clip, frame by frame, and return its facts. Raise as ``_opened``."""
     with _opened(data, rules) as found:
         count, first, last, size = 0, None, None, (0, 0)
@@ -142,7 +143,7 @@ def _is_damaged(found: ClipReader, count: int, seconds: float) -> bool:
 
 
 def frames(
-    data: bytes, rules: ClipRules, indices: Sequence[int], size: tuple[int, int] | None = None
+    data: FileBytes, rules: ClipRules, indices: Sequence[int], size: tuple[int, int] | None = None
 ) -> Iterator[bytes]:
     """Yield the frames of these numbers, which ascend, as ``height * width * 3`` bytes each.
 

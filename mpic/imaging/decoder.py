@@ -17,10 +17,12 @@ from mpic import memory
 from mpic.errors import ImageTooCostly, VideoTooLarge
 from mpic.imaging import pixels
 from mpic.imaging.budget import Budget
+from mpic.imaging.clip_header import container
 from mpic.imaging.clips import Clip, ClipFacts, ClipRules, Sample
 from mpic.imaging.documents import DocumentRules, DocumentText
 from mpic.imaging.image_header import ImageHeader, MiB, read_header
 from mpic.imaging.pixels import Identity, ImageRules
+from mpic.imaging.stored_file import FileBytes, StoredFile
 from mpic.imaging.worker import CLIP, DOCUMENT, IMAGE
 from mpic.imaging.worker_pool import CLIP_CPU_SECONDS, CPU_SECONDS, DOCUMENT_CPU_SECONDS, Reply, WorkerPool
 
@@ -38,6 +40,10 @@ CLIP_PER_PIXEL = 40
 """Bytes of memory for each pixel of a clip's frame: H.264 may refer to 16 frames of 1.5 bytes a pixel, or two bytes and
 more in finer formats; the frame itself is held a few times, in RGB."""
 CLIP_SLACK = 128 * MiB
+PER_BYTE = 3
+"""Bytes of memory for each byte of a file that its decoder takes as a whole."""
+STREAMED = (b"\xff\xd8", b"GIF8", b"BM")
+"""How the images begin that are decoded as they are read. So are all videos."""
 DOCUMENT_PER_BYTE, DOCUMENT_SLACK = 4, 256 * MiB
 """Bytes of memory for each byte of a document, and for what is unpacked of it."""
 
@@ -64,7 +70,7 @@ class Decoder:
         self.documents = Budget(1, MOST_WAITING)
         self.workers = WorkerPool()
 
-    def identify(self, data: bytes, rules: ImageRules, budget: int) -> Identity:
+    def identify(self, data: FileBytes, rules: ImageRules, budget: int) -> Identity:
         """Return the size and the digest of an image.
 
         Args:
@@ -78,7 +84,7 @@ class Decoder:
         """
         return self._run("identify", data, rules, budget)
 
-    def decode(self, data: bytes, rules: ImageRules, budget: int) -> Image.Image:
+    def decode(self, data: FileBytes, rules: ImageRules, budget: int) -> Image.Image:
         """Return the image, upright and in RGB. The caller must drop it before it decodes another.
 
         Raises:
@@ -86,11 +92,11 @@ class Decoder:
         """
         return self._run("decode", data, rules, budget)
 
-    def thumbnail(self, data: bytes, rules: ImageRules, budget: int, **options: Any) -> bytes:
+    def thumbnail(self, data: FileBytes, rules: ImageRules, budget: int, **options: Any) -> bytes:
         """Return a small PNG of the image. ``options`` are those of ``pixels.thumbnail``. Raise as ``identify``."""
         return self._run("thumbnail", data, rules, budget, **options)
 
-    def _run(self, do: str, data: bytes, rules: ImageRules, budget: int, **options: Any) -> Any:
+    def _run(self, do: str, data: FileBytes, rules: ImageRules, budget: int, **options: Any) -> Any:
         header = read_header(data)
         if header.format in ("PNG", "JPEG", "WEBP") and header.pixels > rules.pixels:
             raise pixels.too_large(header.width, header.height, rules)
@@ -107,9 +113,9 @@ class Decoder:
             return self._run_in_worker(do, data, rules, budget, ImageHeader(), options)
 
     def _run_here(
-        self, do: str, data: bytes, rules: ImageRules, budget: int, header: ImageHeader, options: dict
+        self, do: str, data: FileBytes, rules: ImageRules, budget: int, header: ImageHeader, options: dict
     ) -> Any:
-        needed = header.bytes_needed(len(data), rules.pixels) + RESULT * header.pixels
+        needed = header.bytes_needed(_held(data), rules.pixels) + RESULT * header.pixels
         task = getattr(pixels, do)
         with (
             self.in_process.taken(needed, budget // 4, patient=True),
@@ -118,9 +124,9 @@ class Decoder:
             return task(data, rules, **options)
 
     def _run_in_worker(
-        self, do: str, data: bytes, rules: ImageRules, budget: int, header: ImageHeader, options: dict
+        self, do: str, data: FileBytes, rules: ImageRules, budget: int, header: ImageHeader, options: dict
     ) -> Any:
-        needed = header.bytes_needed(len(data), rules.pixels)
+        needed = header.bytes_needed(_held(data), rules.pixels)
         # an image with more pixels will be refused
         most = min(header.pixels, rules.pixels) if header.known else rules.pixels
         result = RESULT * most if do == "decode" else 0
@@ -138,7 +144,7 @@ class Decoder:
 
     # -- clips, which are always decoded in a worker process
 
-    def clip_facts(self, data: bytes, rules: ClipRules, budget: int, patient: bool = False) -> ClipFacts:
+    def clip_facts(self, data: FileBytes, rules: ClipRules, budget: int, patient: bool = False) -> ClipFacts:
         """Return the facts about a clip, by decoding all of it, a frame at a time.
 
         Args:
@@ -154,7 +160,7 @@ class Decoder:
         order = {"do": "facts", "rules": rules, "options": {}}
         return ClipFacts(*self._run_clip(order, data, budget, rules.frame_pixels, patient=patient).result)
 
-    def clip(self, data: bytes, rules: ClipRules, budget: int, sample: Sample) -> Clip:
+    def clip(self, data: FileBytes, rules: ClipRules, budget: int, sample: Sample) -> Clip:
         """Return the frames of a clip that ``sample`` chooses. The caller must drop them before it decodes others.
 
         Raises:
@@ -180,7 +186,7 @@ class Decoder:
     def _run_clip(
         self,
         order: dict[str, Any],
-        data: bytes,
+        data: FileBytes,
         budget: int,
         pixels: int,
         result: int = 0,
@@ -188,7 +194,7 @@ class Decoder:
         patient: bool = False,
     ) -> Reply:
         """Give an order about a clip whose frames have at most so many pixels; ``result`` bytes of them are kept."""
-        needed = CLIP_PER_PIXEL * pixels + 3 * len(data) + CLIP_SLACK
+        needed = CLIP_PER_PIXEL * pixels + _held(data) + CLIP_SLACK
         order |= {"what": CLIP, "seconds": CLIP_CPU_SECONDS, "memory": needed + needed // 2 + MARGIN}
         with (
             self.clips.taken(0, 1, patient=patient),
@@ -199,7 +205,9 @@ class Decoder:
 
     # -- documents, too
 
-    def document(self, data: bytes, rules: DocumentRules, budget: int, patient: bool = False) -> DocumentText:
+    def document(
+        self, data: FileBytes, rules: DocumentRules, budget: int, patient: bool = False
+    ) -> DocumentText:
         """Return the text of a PDF or Office document.
 
         Args:
@@ -229,6 +237,12 @@ class Decoder:
         ):
             reply = worker.run(order, data)
         return DocumentText(reply.result, reply.pages)
+
+
+def _held(data: FileBytes) -> int:
+    """Return how much memory the content of a file takes beside what is decoded of it."""
+    streamed = data.startswith(STREAMED) or container(data[:16]) is not None
+    return 0 if streamed and isinstance(data, StoredFile) else PER_BYTE * len(data)
 
 
 _own = Decoder()

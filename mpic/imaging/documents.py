@@ -7,7 +7,6 @@ cite it. Documents of Word have no pages before they are laid out; they are one 
 
 from __future__ import annotations
 
-import io
 import zipfile
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -23,6 +22,7 @@ from mpic.errors import (
     UnsupportedType,
 )
 from mpic.imaging.pixels import said_by
+from mpic.imaging.stored_file import FileBytes, stream
 
 INSTALL = "pip install 'mpic[documents]'"
 SIGNATURES = (b"%PDF-", b"PK\x03\x04", b"\xd0\xcf\x11\xe0")
@@ -63,7 +63,7 @@ class DocumentText(NamedTuple):
         return self.format in PAGED
 
 
-def read(data: bytes, rules: DocumentRules) -> DocumentText:
+def read(data: FileBytes, rules: DocumentRules) -> DocumentText:
     """Return the text of a document.
 
     Raises:
@@ -111,12 +111,12 @@ def _bounded(texts: Iterable[str], paged: bool, rules: DocumentRules) -> Iterato
         )
 
 
-def _format(data: bytes) -> str:
+def _format(data: FileBytes) -> str:
     if data.startswith(b"%PDF-"):
         return "pdf"
     if data.startswith(b"\xd0\xcf\x11\xe0"):
         return "xls"
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+    with zipfile.ZipFile(stream(data)) as archive:
         names = archive.NameToInfo
         if sum(part.file_size for part in names.values() if part.filename.endswith(".xml")) > MOST_XML:
             raise DocumentTooCostly(
@@ -135,12 +135,12 @@ def _format(data: bytes) -> str:
     )
 
 
-def _pdf(data: bytes) -> Iterator[str]:
+def _pdf(data: FileBytes) -> Iterator[str]:
     import pypdfium2
     from pypdfium2.raw import FPDF_ERR_PASSWORD
 
     try:
-        document = pypdfium2.PdfDocument(data)
+        document = pypdfium2.PdfDocument(stream(data))
     except pypdfium2.PdfiumError as error:
         if error.err_code == FPDF_ERR_PASSWORD:
             raise InvalidDocument("the document is protected by a password", param="file") from error
@@ -153,19 +153,19 @@ def _pdf(data: bytes) -> Iterator[str]:
         page.close()
 
 
-def _docx(data: bytes) -> Iterator[str]:
+def _docx(data: FileBytes) -> Iterator[str]:
     import mammoth
     import markdownify
 
     no_picture = mammoth.images.img_element(lambda image: {})
-    html = mammoth.convert_to_html(io.BytesIO(data), convert_image=no_picture).value
+    html = mammoth.convert_to_html(stream(data), convert_image=no_picture).value
     yield markdownify.markdownify(html, heading_style="ATX", strip=["img"])
 
 
-def _pptx(data: bytes) -> Iterator[str]:
+def _pptx(data: FileBytes) -> Iterator[str]:
     import pptx
 
-    for slide in pptx.Presentation(io.BytesIO(data)).slides:
+    for slide in pptx.Presentation(stream(data)).slides:
         words = list(_shapes(slide.shapes))
         if slide.has_notes_slide and slide.notes_slide.notes_text_frame is not None:
             words.append(f"Notes: {slide.notes_slide.notes_text_frame.text}")
@@ -182,11 +182,11 @@ def _shapes(shapes: Iterable) -> Iterator[str]:
             yield _table([cell.text for cell in row.cells] for row in shape.table.rows)
 
 
-def _sheets(data: bytes) -> Iterator[str]:
+def _sheets(data: FileBytes) -> Iterator[str]:
     import python_calamine
 
     try:
-        book = python_calamine.CalamineWorkbook.from_filelike(io.BytesIO(data))
+        book = python_calamine.CalamineWorkbook.from_filelike(stream(data))
     except python_calamine.PasswordError as error:
         raise InvalidDocument("the document is protected by a password", param="file") from error
     except python_calamine.CalamineError as error:

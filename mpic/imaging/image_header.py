@@ -9,6 +9,8 @@ import math
 import re
 from typing import NamedTuple
 
+from mpic.imaging.stored_file import WINDOW, FileBytes
+
 MiB = 1 << 20
 SMALL_PIXELS = 2 << 20
 SMALL_BYTES = 4 * MiB
@@ -22,6 +24,9 @@ MANY_SCANS = 32
 MOST_SCANS, SCANNED_PIXELS = 256, 1 << 30
 """Scans of a JPEG, and their pixels together, above which it is refused: a file of 300 KB can have a thousand scans,
 which take minutes. Programs write some ten scans, which makes 400 million pixels of the largest image."""
+SCAN_MARKERS = 16
+"""Most markers of a JPEG for each of its scans; a scan has two or three. One that has more counts as one of too many
+scans, because each is a step in Python."""
 MUCH_EXIF = 16 << 10
 """EXIF data of n bytes can unpack to n * n / 12 bytes, because each entry may point at all of the data."""
 
@@ -70,17 +75,18 @@ class ImageHeader(NamedTuple):
         """Return whether decoding a file of ``size`` bytes takes less time than sending it to another process."""
         return self.known and not self.odd and self.pixels <= SMALL_PIXELS and size <= SMALL_BYTES
 
-    def bytes_needed(self, size: int, most_pixels: int) -> int:
-        """Estimate the bytes of memory that decoding a file of ``size`` bytes takes.
+    def bytes_needed(self, held: int, most_pixels: int) -> int:
+        """Estimate the bytes of memory that decoding takes.
 
         Args:
+            held: bytes that the content of the file takes.
             most_pixels: the most pixels that are accepted, which a file is assumed to have if its header has no size.
         """
         pixels = min(self.pixels, most_pixels) if self.known else most_pixels
-        return pixels * self.per_pixel + 3 * size + SLACK
+        return pixels * self.per_pixel + held + SLACK
 
 
-def read_header(data: bytes) -> ImageHeader:
+def read_header(data: FileBytes) -> ImageHeader:
     """Read the header of a file; an empty one if it cannot be read."""
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
         return _png(data)
@@ -99,7 +105,7 @@ def read_header(data: bytes) -> ImageHeader:
     return ImageHeader()
 
 
-def _png(data: bytes) -> ImageHeader:
+def _png(data: FileBytes) -> ImageHeader:
     if len(data) < 33 or data[12:16] != b"IHDR":
         return ImageHeader()
     width, height = _big(data, 16, 4), _big(data, 20, 4)
@@ -117,7 +123,7 @@ def _png(data: bytes) -> ImageHeader:
     return ImageHeader("PNG", width, height, PER_PIXEL["PNG"], odd)
 
 
-def _jpeg(data: bytes) -> ImageHeader:
+def _jpeg(data: FileBytes) -> ImageHeader:
     at, exif, frame = 2, 0, b""
     for _ in range(MANY_PARTS):
         marker, size = data[at : at + 2], _big(data, at + 2, 2)
@@ -136,17 +142,25 @@ def _jpeg(data: bytes) -> ImageHeader:
     return ImageHeader()
 
 
-def _scans(data: bytes, at: int) -> int:
+def _scans(data: FileBytes, at: int) -> int:
     """Count the scans of a JPEG from the first on, to its end or to more than ``MOST_SCANS``. Other images, which
     cameras append, do not count."""
     scans = 0
-    while scans <= MOST_SCANS:
+    for _ in range(SCAN_MARKERS * MOST_SCANS):
         scans += data[at + 1] == 0xDA
-        marker = MARKER.search(data, at + 2 + _big(data, at + 2, 2))
-        if marker is None or data[marker.start() + 1] == 0xD9:
-            break
-        at = marker.start()
-    return scans
+        at = _marker(data, at + 2 + _big(data, at + 2, 2))
+        if scans > MOST_SCANS or at < 0 or data[at + 1] == 0xD9:
+            return scans
+    return MOST_SCANS + 1
+
+
+def _marker(data: FileBytes, at: int) -> int:
+    """Return where the next marker of a JPEG is, or -1."""
+    for begin in range(at, len(data), WINDOW - 1):  # a marker is two bytes long
+        found = MARKER.search(data[begin : begin + WINDOW])
+        if found is not None:
+            return begin + found.start()
+    return -1
 
 
 def _jpeg_frame(frame: bytes, scans: int, odd: bool) -> ImageHeader:
@@ -157,7 +171,7 @@ def _jpeg_frame(frame: bytes, scans: int, odd: bool) -> ImageHeader:
     return ImageHeader("JPEG", width, height, per_pixel, odd or scans > MANY_SCANS, scans)
 
 
-def _webp(data: bytes) -> ImageHeader:
+def _webp(data: FileBytes) -> ImageHeader:
     kind = data[12:16]
     if kind == b"VP8X":
         size = 1 + _little(data, 24, 3), 1 + _little(data, 27, 3)
@@ -172,7 +186,7 @@ def _webp(data: bytes) -> ImageHeader:
     return ImageHeader("WEBP", *size, PER_PIXEL["WEBP"], exif)
 
 
-def _bmp(data: bytes) -> ImageHeader:
+def _bmp(data: FileBytes) -> ImageHeader:
     if _little(data, 14, 4) == 12:
         return ImageHeader("BMP", _little(data, 18, 2), _little(data, 20, 2), PER_PIXEL["BMP"])
     height = int.from_bytes(data[22:26], "little", signed=True)  # negative: from top to bottom
@@ -180,7 +194,7 @@ def _bmp(data: bytes) -> ImageHeader:
     return ImageHeader("BMP", _little(data, 18, 4), abs(height), PER_PIXEL["BMP"], compressed)
 
 
-def _tiff(data: bytes) -> ImageHeader:
+def _tiff(data: FileBytes) -> ImageHeader:
     """Read the size in the first directory (TIFF 6.0, section 2). TIFF is always decoded in another process."""
     number = _little if data.startswith(b"II") else _big
     first, sizes = number(data, 4, 4), {}
@@ -190,18 +204,18 @@ def _tiff(data: bytes) -> ImageHeader:
     return ImageHeader("TIFF", sizes.get(256, 0), sizes.get(257, 0), PER_PIXEL["TIFF"], odd=True)
 
 
-def _heif(data: bytes) -> ImageHeader:
+def _heif(data: FileBytes) -> ImageHeader:
     """Read the largest size that the properties of an AVIF or HEIC name (``ispe``, ISO/IEC 23008-12, section 6.5.3),
     which is that of the image, not of its tiles or thumbnail."""
     kind = "AVIF" if data[8:12] == b"avif" else "HEIF"
-    found = [data[at.end() + 4 : at.end() + 12] for at in SIZES.finditer(data, 0, HEIF_PROPERTIES)]
+    found = [data[at.end() + 4 : at.end() + 12] for at in SIZES.finditer(data[:HEIF_PROPERTIES])]
     width, height = max(((_big(s, 0, 4), _big(s, 4, 4)) for s in found), key=math.prod, default=(0, 0))
     return ImageHeader(kind, width, height, PER_PIXEL[kind], odd=True)
 
 
-def _big(data: bytes, at: int, size: int) -> int:
+def _big(data: FileBytes, at: int, size: int) -> int:
     return int.from_bytes(data[at : at + size], "big")
 
 
-def _little(data: bytes, at: int, size: int) -> int:
+def _little(data: FileBytes, at: int, size: int) -> int:
     return int.from_bytes(data[at : at + size], "little")

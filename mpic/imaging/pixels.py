@@ -27,6 +27,7 @@ from mpic.errors import (
     cut,
 )
 from mpic.imaging.clip_header import STILL_BRANDS
+from mpic.imaging.stored_file import FileBytes, stream
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")
 FIRST_ONLY = ("GIF", "TIFF", "MPO", "HEIF")
@@ -151,7 +152,7 @@ class Upright:
 
 
 @contextmanager
-def opened(data: bytes, rules: ImageRules, draft: int = 0) -> Iterator[Upright]:
+def opened(data: FileBytes, rules: ImageRules, draft: int = 0) -> Iterator[Upright]:
     """Decode one still image.
 
     Args:
@@ -168,7 +169,7 @@ def opened(data: bytes, rules: ImageRules, draft: int = 0) -> Iterator[Upright]:
         HeaderMismatch: it has more pixels than were believed.
     """
     try:
-        with Image.open(io.BytesIO(data), formats=_formats(data)) as image:
+        with Image.open(stream(data), formats=_formats(data)) as image:
             _admit(image, rules)
             if draft:
                 image.draft(None, (draft, draft))
@@ -184,7 +185,7 @@ def opened(data: bytes, rules: ImageRules, draft: int = 0) -> Iterator[Upright]:
         raise InvalidImage(f"the image cannot be decoded{said_by(error)}", param="file") from error
 
 
-def _formats(data: bytes) -> tuple[str, ...]:
+def _formats(data: FileBytes) -> tuple[str, ...]:
     """Return the formats that a file may have. Register the decoder of HEIC if it needs that."""
     if data[4:8] != b"ftyp":
         return FORMATS
@@ -214,7 +215,7 @@ def said_by(error: Exception) -> str:
     return f" ({words})" if words and not re.search("<.*>|0x|Error|None", words) else ""
 
 
-def identify(data: bytes, rules: ImageRules) -> Identity:
+def identify(data: FileBytes, rules: ImageRules) -> Identity:
     """Return the size and the digest of an image. Raise as ``opened``."""
     with opened(data, rules) as upright:
         found = PixelDigest(*upright.size)
@@ -223,7 +224,7 @@ def identify(data: bytes, rules: ImageRules) -> Identity:
         return Identity(*upright.size, found.hexdigest())
 
 
-def decode(data: bytes, rules: ImageRules) -> Image.Image:
+def decode(data: FileBytes, rules: ImageRules) -> Image.Image:
     """Return the image itself. Raise as ``opened``."""
     with opened(data, rules) as upright:
         image, top = Image.new("RGB", upright.size), 0
@@ -233,7 +234,9 @@ def decode(data: bytes, rules: ImageRules) -> Image.Image:
         return image
 
 
-def thumbnail(data: bytes, rules: ImageRules, side: int, least: int = 0, transparent: bool = False) -> bytes:
+def thumbnail(
+    data: FileBytes, rules: ImageRules, side: int, least: int = 0, transparent: bool = False
+) -> bytes:
     """Return a small PNG of an image.
 
     Args:

@@ -1,7 +1,8 @@
 """The program of a decoding process: it decodes one image, clip or document after the other, each within the memory and
 time that it is given.
 
-The server's process sends an order (JSON) and then the file. A message to the server's process begins with a letter:
+The server's process sends an order (JSON) and then the file: its bytes or, if the order names a size, an open
+descriptor, so that a large file is read here and nowhere else. A message to the server's process begins with a letter:
 ``s`` the size of an image (JSON), ``p`` a strip of its pixels (RGB), ``f`` a frame of a clip (RGB), ``t`` the text of a
 page and, at the end, ``r`` the result (JSON), ``b`` the result (bytes), ``e`` an error (JSON) or ``c`` a
 ``HeaderMismatch``. Nothing that comes back is ever unpickled: whatever a hostile file makes a decoder send is data.
@@ -17,10 +18,12 @@ import resource
 import signal
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from typing import Any
 
 from mpic.errors import DocumentTooCostly, ImageTooCostly, MPICError, OutOfMemory, VideoTooCostly
 from mpic.imaging import pixels
+from mpic.imaging.stored_file import FileBytes, StoredFile
 
 IMAGE, CLIP, DOCUMENT = "the image", "the clip", "the document"
 """Subjects of error messages: what an order is about."""
@@ -39,28 +42,41 @@ def main(fd: int) -> None:
     connection, base, ready = Connection(fd), _address_space(), False
     with suppress(EOFError, ConnectionError):
         while True:
-            order, data = json.loads(connection.recv_bytes()), connection.recv_bytes()
+            order = json.loads(connection.recv_bytes())
+            data = _file(connection, order)
             if order["what"] == CLIP and not ready:
                 base, ready = _with_libraries(), True
             if _bound(base, order["memory"], order["seconds"]):
                 refusal = _serve(connection, order, data)
             else:
                 refusal = NO_MEMORY
+            if isinstance(data, StoredFile):
+                os.close(data.fd)
             del data
             _tidy()
             if refusal is not None:
                 connection.send_bytes(b"e" + json.dumps(refusal).encode())
 
 
-def _serve(connection: Connection, order: dict[str, Any], data: bytes) -> tuple[str, str] | None:
+def _file(connection: Connection, order: dict[str, Any]) -> FileBytes:
+    if "size" in order:
+        return StoredFile(recv_handle(connection), order["size"])
+    return connection.recv_bytes()
+
+
+def _serve(connection: Connection, order: dict[str, Any], data: FileBytes) -> tuple[str, str] | None:
     """Send the reply, or return the code and the message of the error to report."""
-    refusal = None
+    refusal, last = None, b""
     try:
-        _answer(connection, order, data)
+        last = _answer(connection, order, data)
     except pixels.HeaderMismatch:
-        connection.send_bytes(b"c")
+        last = b"c"
     except MPICError as error:
         refusal = error.code, error.message
+    if isinstance(data, StoredFile) and data.fault is not None:  # whatever the decoder made of it
+        return data.fault.code, data.fault.message
+    if refusal is None:
+        connection.send_bytes(last)
     if refusal is not None and refusal[0] == OutOfMemory.code and _available(order["memory"] * 3 // 4):
         # the decoder's memory is free again, so there was enough of it
         what = order["what"]
@@ -68,37 +84,36 @@ def _serve(connection: Connection, order: dict[str, Any], data: bytes) -> tuple[
     return refusal
 
 
-def _answer(connection: Connection, order: dict[str, Any], data: bytes) -> None:
+def _answer(connection: Connection, order: dict[str, Any], data: FileBytes) -> bytes:
+    """Send all of the reply but its last message, and return that."""
     if order["what"] == CLIP:
         return _answer_clip(connection, order, data)
     if order["what"] == DOCUMENT:
         return _answer_document(connection, order, data)
     rules = pixels.ImageRules(*order["rules"])
     if order["do"] == "identify":
-        connection.send_bytes(b"r" + json.dumps(pixels.identify(data, rules)).encode())
-    elif order["do"] == "thumbnail":
-        connection.send_bytes(b"b" + pixels.thumbnail(data, rules, **order["options"]))
-    else:
-        with pixels.opened(data, rules) as upright:
-            connection.send_bytes(b"s" + json.dumps(upright.size).encode())
-            for strip in upright.strips():
-                connection.send_bytes(b"p" + strip.tobytes())
-        connection.send_bytes(b"rnull")
+        return b"r" + json.dumps(pixels.identify(data, rules)).encode()
+    if order["do"] == "thumbnail":
+        return b"b" + pixels.thumbnail(data, rules, **order["options"])
+    with pixels.opened(data, rules) as upright:
+        connection.send_bytes(b"s" + json.dumps(upright.size).encode())
+        for strip in upright.strips():
+            connection.send_bytes(b"p" + strip.tobytes())
+    return b"rnull"
 
 
-def _answer_clip(connection: Connection, order: dict[str, Any], data: bytes) -> None:
+def _answer_clip(connection: Connection, order: dict[str, Any], data: FileBytes) -> bytes:
     from mpic.imaging import clips
 
     rules = clips.ClipRules(*order["rules"])
     if order["do"] == "facts":
-        connection.send_bytes(b"r" + json.dumps(clips.facts(data, rules)).encode())
-        return
+        return b"r" + json.dumps(clips.facts(data, rules)).encode()
     for frame in clips.frames(data, rules, **order["options"]):
         connection.send_bytes(b"f" + frame)
-    connection.send_bytes(b"rnull")
+    return b"rnull"
 
 
-def _answer_document(connection: Connection, order: dict[str, Any], data: bytes) -> None:
+def _answer_document(connection: Connection, order: dict[str, Any], data: FileBytes) -> bytes:
     from mpic.imaging import documents
 
     try:
@@ -107,7 +122,7 @@ def _answer_document(connection: Connection, order: dict[str, Any], data: bytes)
             connection.send_bytes(b"t" + page.encode())
     except MemoryError:
         os._exit(FULL)  # memory is full of objects of the parser, and not even an error could be made
-    connection.send_bytes(b"r" + json.dumps(document.format).encode())
+    return b"r" + json.dumps(document.format).encode()
 
 
 def _with_libraries() -> int:

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
 from typing import Any
 
 from PIL import Image
@@ -22,6 +23,7 @@ from PIL import Image
 from mpic import errors, memory
 from mpic.errors import InvalidDocument, InvalidImage, InvalidVideo, MPICError, OutOfMemory, Unavailable
 from mpic.imaging.pixels import HeaderMismatch
+from mpic.imaging.stored_file import FileBytes, StoredFile
 from mpic.imaging.worker import CLIP, DOCUMENT, FULL, IMAGE, TOO_COSTLY
 
 log = logging.getLogger(__name__)
@@ -59,6 +61,7 @@ REFUSALS = {
         errors.NoText,
         errors.NoVideoDecoder,
         errors.OutOfMemory,
+        errors.StorageFailed,
         errors.TooLarge,
         errors.TooManyPages,
         errors.UnsupportedType,
@@ -115,7 +118,7 @@ class Reply:
             raise HeaderMismatch
         if kind == b"e":
             code, text = json.loads(bytes(body))
-            raise REFUSALS[code](text, param=None if code == OutOfMemory.code else "file")
+            raise REFUSALS[code](text, param=None if issubclass(REFUSALS[code], Unavailable) else "file")
         self.result = bytes(body) if kind == b"b" else json.loads(bytes(body))
         return True
 
@@ -147,7 +150,7 @@ class WorkerProcess:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def run(self, order: dict[str, Any], data: bytes, frames: Sequence[memoryview] = ()) -> Reply:
+    def run(self, order: dict[str, Any], data: FileBytes, frames: Sequence[memoryview] = ()) -> Reply:
         """Decode one image, clip or document in the worker, which may be used again if it is ``alive`` afterwards.
 
         Args:
@@ -162,8 +165,7 @@ class WorkerProcess:
         watch.start()
         reply = Reply(frames)
         try:
-            self._connection.send_bytes(json.dumps(order).encode())
-            self._connection.send_bytes(data)
+            self._send(order, data)
             while not reply.take(self._connection.recv_bytes(LONGEST_MESSAGE)):
                 pass
             return reply
@@ -178,6 +180,14 @@ class WorkerProcess:
             raise
         finally:
             watch.cancel()
+
+    def _send(self, order: dict[str, Any], data: FileBytes) -> None:
+        if isinstance(data, StoredFile):
+            self._connection.send_bytes(json.dumps(order | {"size": len(data)}).encode())
+            send_handle(self._connection, data.fd, self.pid)
+        else:
+            self._connection.send_bytes(json.dumps(order).encode())
+            self._connection.send_bytes(data)
 
     def _give_up(self) -> None:
         self._late = True

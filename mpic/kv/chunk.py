@@ -18,6 +18,7 @@ from PIL import Image
 
 from mpic.imaging.clips import Clip, Sample
 from mpic.imaging.pixels import PixelDigest
+from mpic.imaging.stored_file import FileBytes, pieces
 from mpic.press import parse_press
 
 Kind = Literal["text", "image", "video"]
@@ -25,13 +26,15 @@ LATENT, LATENT_ONCE = "latent", "latent-once"
 """Layouts of ``Recipe``."""
 
 
-def digest(*parts: bytes | str) -> str:
+def digest(*parts: FileBytes | str) -> str:
     """Return SHA-256 (hex, 64 characters) over length-prefixed parts, so that no two splits of bytes collide."""
-    prefixed = []
+    found = hashlib.sha256()
     for part in parts:
         raw = part.encode() if isinstance(part, str) else part
-        prefixed += (len(raw).to_bytes(8, "little"), raw)
-    return hashlib.sha256(b"".join(prefixed)).hexdigest()
+        found.update(len(raw).to_bytes(8, "little"))
+        for piece in pieces(raw):
+            found.update(piece)
+    return found.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ class ChunkKey:
         return cls("image", PixelDigest.of(image))
 
     @classmethod
-    def of_clip(cls, data: bytes) -> ChunkKey:
+    def of_clip(cls, data: FileBytes) -> ChunkKey:
         """Return the key of a clip: of its file. The model's processor chooses which frames are seen, so that is part
         of the recipe."""
         return cls("video", digest("video", data))

@@ -262,7 +262,8 @@ class ReferenceLibrary(LibraryPart):
         """Return the text of a text reference. Raise as ``content``."""
         if reference.kind != "text":
             raise ValueError(f"{reference.id} is an image")
-        text = "".join(read_pages(self.content(reference), self._limits, reference.format))
+        with self.open(reference) as original:
+            text = "".join(read_pages(original.content(), self._limits, reference.format))
         if ChunkKey.of_text(text) != reference.key:
             raise CorruptFile(
                 f"{reference.id} reads otherwise than when it was added: replace it by its file"
@@ -271,7 +272,8 @@ class ReferenceLibrary(LibraryPart):
 
     def image(self, reference: Reference) -> Image.Image:
         """Return the decoded RGB image of an image reference. Raise as ``content``."""
-        return decode_image(self.content(reference), self._limits)
+        with self.open(reference) as original:
+            return decode_image(original.content(), self._limits)
 
     # Housekeeping
 

@@ -20,6 +20,7 @@ from mpic.errors import (
     UnknownHandle,
     cut,
 )
+from mpic.imaging.stored_file import FileBytes
 from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.library.catalog.file_rows import DocumentPiece, FileRows
 from mpic.library.folder.originals import OpenOriginal
@@ -125,7 +126,7 @@ class UploadLibrary(UploadIntake):
             FileNotFound: see ``get``.
             CorruptFile: the original is damaged or lost.
         """
-        return self._read(self.get(user, file_id))
+        return self._verified(self.get(user, file_id), self._originals.read)
 
     def open(self, user: str, file_id: str) -> OpenOriginal:
         """Open the original, verified, to be read in pieces; the caller closes it. Raise as ``content``."""
@@ -145,9 +146,10 @@ class UploadLibrary(UploadIntake):
             file = self.get(user, file if isinstance(file, str) else file.id)
         make = partial(Chunk, file.key, user, label=file.label, file_id=file.id, press=file.press)
         if file.kind == "image":
-            return make(load_image=lambda: decode_image(self._read(file), self._limits))
+            return make(load_image=lambda: self._decoded(file, partial(decode_image, limits=self._limits)))
         if file.kind == "video":
-            return make(load_clip=lambda sample: decode_clip(self._read(file), sample, self._limits))
+            decode = lambda sample: partial(decode_clip, sample=sample, limits=self._limits)
+            return make(load_clip=lambda sample: self._decoded(file, decode(sample)))
         read = lambda: "".join(self._pages(file))
         return make(token_ids=self._tokens.ids(file.id, tokenize or self._tokenizer(), read))
 
@@ -332,13 +334,14 @@ class UploadLibrary(UploadIntake):
 
     def _pages(self, file: File) -> list[str]:
         """Return the text of a file, by page. Raise _ReadOtherwise: it is not the one at the upload."""
-        pages = read_pages(self._read(file), self._limits, file.format)
+        pages = self._decoded(file, partial(read_pages, limits=self._limits, format=file.format))
         if ChunkKey.of_text("".join(pages)) != file.key:
             raise _ReadOtherwise(pages)
         return pages
 
-    def _read(self, file: File) -> bytes:
-        return self._verified(file, self._originals.read)
+    def _decoded(self, file: File, decode: Callable[[FileBytes], T]) -> T:
+        with self._verified(file, self._originals.open) as original:
+            return decode(original.content())
 
     def _verified(self, file: File, get: Callable[[Path, str], T]) -> T:
         try:

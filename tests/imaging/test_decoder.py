@@ -68,7 +68,7 @@ def test_too_many_pixels_are_refused_without_a_process(decoder):
 
 
 def test_images_that_come_together_stay_within_bytes_and_places(decoder):
-    needed = max(read_header(data).bytes_needed(len(data), RULES.pixels) for data in LARGE)
+    needed = max(read_header(data).bytes_needed(3 * len(data), RULES.pixels) for data in LARGE)
     with ThreadPoolExecutor(6) as threads:
         found = list(threads.map(lambda data: decoder.identify(data, RULES, BUDGET), LARGE))
     assert len({one.digest for one in found}) == 6

@@ -1,25 +1,37 @@
 """Uploads: handles, pages, states. ``test_isolation.py`` tests that users do not see each other's."""
 
+import errno
 import io
+import os
 import threading
 import tracemalloc
+import zipfile
+from functools import partial
 
 import numpy as np
 import pytest
+from document_kit import docx
 from library_tools import encoded, everything, lose_catalogue, picture
 from threads_kit import in_threads
+from video_kit import animation, pictures
 
+from mpic.durable import FileSystem
 from mpic.errors import (
     BadRequest,
+    CorruptFile,
     FileNotFound,
     HandleTaken,
     InvalidImage,
     InvalidText,
     InvalidUpload,
+    StorageFailed,
     StorageQuotaExceeded,
     TooLarge,
 )
+from mpic.imaging.stored_file import PIECE
 from mpic.kv.chunk import ChunkKey
+from mpic.library import thumbnail
+from mpic.library.intake.checks import identify
 from mpic.library.rebuild import recover
 
 
@@ -312,14 +324,91 @@ def test_what_keeps_one_users_expired_files_keeps_nobody_elses(library, clock, m
     assert [removed.file.owner for removed in library.files.collect_expired()] == ["ann"]
 
 
-def test_an_original_that_is_read_is_in_memory_once(library):
-    """Also while an upload is checked, which eight clients may wait for."""
-    size = 8 << 20
+class Pieces(FileSystem):
+    """Records the most bytes that are read at a time, and fails while it is ``broken``."""
+
+    most, broken = 0, False
+
+    def read(self, fd, into, offset):
+        if self.broken:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        self.most = max(self.most, len(into))
+        return super().read(fd, into, offset)
+
+
+def with_attachment(document, size):
+    """A document of Word with a file of ``size`` bytes inside."""
+    whole = io.BytesIO(document)
+    with zipfile.ZipFile(whole, "a") as archive:
+        archive.writestr("word/media/film.bin", bytes(size))
+    return whole.getvalue()
+
+
+def use(library, file):
+    """Do what linking and looking at a file do."""
+    chunk = library.files.chunk("ann", file)
+    if file.kind == "image":
+        with library.files.open("ann", file.id) as original:
+            thumbnail(original.content(), side=8)
+        return chunk.load_image()
+    return chunk.load_clip(lambda facts: (0,)) if file.kind == "video" else chunk.token_ids
+
+
+SIZE = 64 << 20
+LARGE = {
+    "jpeg": lambda: encoded(format="JPEG").ljust(SIZE, b"\0"),
+    "png": lambda: encoded().ljust(SIZE, b"\0"),
+    "gif": lambda: animation(pictures(1, 3)).ljust(SIZE, b"\0"),
+    "docx": lambda: with_attachment(docx(["words"]), SIZE),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_file_is_never_as_a_whole_in_this_process(open_library, name):
+    disk, data = Pieces(), LARGE[name]()
+    library = open_library(filesystem=disk, upload_bytes=2 * SIZE)
+    library.files.no_clips = None
     tracemalloc.start()
-    with library.files._originals.incoming(size) as incoming:
-        incoming.write(b"\n" * size)
-        tracemalloc.reset_peak()  # of what was written
-        assert len(incoming.content()) == size and incoming.head(7) == b"\n" * 7
-        peak = tracemalloc.get_traced_memory()[1]
+    file = library.files.add("ann", data, name)
+    use(library, file)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert file.bytes == len(data) and disk.most <= PIECE and peak < 4 << 20
+
+
+def test_an_original_that_is_asked_for_is_in_memory_once(library):
+    size = 8 << 20
+    file = library.files.add("ann", encoded().ljust(size, b"\0"), "a.png")
+    tracemalloc.start()
+    assert len(library.files.content("ann", file.id)) == size
+    peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1.5 * size
+
+
+def test_an_upload_of_which_bytes_are_lost_before_it_is_looked_at_is_not_accepted(library):
+    with library.files._originals.incoming(100) as incoming:
+        incoming.write(b"some text")
+        os.truncate(incoming.path, 4)
+        with pytest.raises(StorageFailed, match="4 of 9 bytes"):
+            identify(incoming, library.limits)
+
+
+def test_an_original_that_the_disk_does_not_give_is_no_invalid_image(open_library, monkeypatch):
+    disk = Pieces()
+    library = open_library(filesystem=disk)
+    file = library.files.add("ann", encoded().ljust(8 << 20, b"\0"), "a.png")
+    disk.broken = True
+    for read in (library.files.chunk("ann", file).load_image, partial(library.files.content, "ann", file.id)):
+        with pytest.raises(StorageFailed, match="Input/output error"):
+            read()
+    disk.broken = False
+    with open("/proc/self/mem", "rb") as unreadable, monkeypatch.context() as patch:
+        patch.setattr(FileSystem, "lend", lambda *_: unreadable.fileno())
+        with pytest.raises(StorageFailed, match="Input/output error"):
+            library.files.chunk("ann", file).load_image()
+    assert library.files.chunk("ann", file).load_image().size == picture().size
+    with open(file.path, "r+b") as original:
+        original.truncate(100)
+    with pytest.raises(CorruptFile):
+        library.files.chunk("ann", file).load_image()

@@ -16,9 +16,10 @@ from server_helpers import data_url, fake_server, png, refusal, wait_until
 
 from mpic import memory
 from mpic.config import Config, LibraryConfig
+from mpic.durable import FileSystem
 from mpic.errors import OutOfMemory
 from mpic.imaging.decoder import decoder
-from mpic.library.intake import checks
+from mpic.imaging.stored_file import PIECE
 from mpic.server import background
 from mpic.server.thread_pools import PROMPTS_PER_USER
 
@@ -66,16 +67,27 @@ async def test_other_requests_are_served_while_large_images_wait(server, all_pla
     assert away.running == away.bytes == 0 and away.most_running <= away.most
 
 
-async def test_files_that_wait_to_be_decoded_are_not_all_in_memory(server, all_places_taken, monkeypatch):
-    monkeypatch.setattr(checks, "READ_BYTES", 12 << 20)
-    reading, heavy = checks.READING, LARGE.ljust(5 << 20, b"\0")
-    reading.most_bytes = 0
+async def test_files_that_wait_to_be_decoded_are_not_in_memory(server, all_places_taken, monkeypatch):
+    heavy, read = LARGE.ljust(5 << 20, b"\0"), []
+    real = FileSystem.read
+    monkeypatch.setattr(FileSystem, "read", lambda *args: read.append(real(*args)) or read[-1])
     waiting = [asyncio.ensure_future(server.upload(heavy)) for _ in range(5)]
-    await wait_until(lambda: reading.running + reading.waiting == 5 and decoder().in_workers.waiting == 2)
-    assert reading.running == 2
+    await wait_until(lambda: decoder().in_workers.waiting == 5)
+    assert sum(read) <= 5 * PIECE
     all_places_taken.close()
     assert {answer.status_code for answer in await asyncio.gather(*waiting)} == {200}
-    assert reading.most_bytes == 10 << 20 and reading.bytes == 0
+    assert sum(read) <= 5 * PIECE, "the workers have read the rest"
+
+
+async def test_an_upload_that_cannot_be_read_back_is_a_temporary_error(server, monkeypatch):
+    heavy = LARGE.ljust(5 << 20, b"\0")
+    with open("/proc/self/mem", "rb") as unreadable, monkeypatch.context() as patch:
+        patch.setattr(FileSystem, "lend", lambda *_: unreadable.fileno())
+        refused = await server.upload(heavy)
+    assert refusal(refused) == (503, "storage_failed") and int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["param"] is None
+    assert not [path for path in server.library.root.glob("tmp/*") if path.is_file()]
+    assert (await server.upload(heavy)).status_code == 200
 
 
 @pytest.mark.parametrize("data", [LARGE, saved(photo((900, 700)), "PNG")], ids=["large", "small"])

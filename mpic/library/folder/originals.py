@@ -13,12 +13,12 @@ from pathlib import Path
 from threading import Lock
 
 from mpic.durable import TEMPORARY, FileSystem, publish_all, read_all, storage_error, write_all
-from mpic.errors import CorruptFile, IntegrityError, TooLarge
+from mpic.errors import CorruptFile, IntegrityError, StorageFailed, TooLarge
+from mpic.imaging.image_header import SMALL_BYTES
+from mpic.imaging.stored_file import PIECE, FileBytes, StoredFile, unreadable
 from mpic.library.folder.layout import original_path, sidecar_of
 from mpic.library.folder.sidecars import Sidecar
 
-PIECE = 256 << 10
-"""Bytes of an original that are written or read at a time when it is not needed as a whole."""
 _SYNCING = ThreadPoolExecutor(8, "mpic-sync")
 """Threads of ``seal_all``; they are started when they are first needed."""
 
@@ -72,15 +72,18 @@ class Incoming(io.BufferedIOBase):
                 raise storage_error(error, self.path) from error
             return len(data)
 
-    def head(self, size: int) -> bytes:
-        """Return the first bytes, at most ``size``, read back from the file."""
-        with self._lock:
-            return _read_whole(self._filesystem, self.path, size)
+    def open(self) -> OpenOriginal:
+        """Open everything written so far, to be read back; the caller closes it.
 
-    def content(self) -> bytes:
-        """Return everything written so far, read back from the file."""
+        Raises:
+            StorageFailed: the file has another size.
+        """
         with self._lock:
-            return _read_whole(self._filesystem, self.path)
+            written = OpenOriginal(self._filesystem, self.path)
+            if written.bytes != self.bytes:
+                written.close()
+                raise StorageFailed(f"{written.bytes} of {self.bytes} bytes of the upload are on the disk")
+            return written
 
     def seal(self) -> None:
         """Make the written bytes durable, still under the temporary name. Nothing can be written afterwards. Safe to
@@ -163,8 +166,8 @@ def seal_all(uploads: Sequence[Incoming]) -> None:
 
 
 class OpenOriginal(io.BufferedIOBase):
-    """An original that was verified as it was opened. It can be read to its end even if it is deleted meanwhile. Calls
-    may come from different threads, also through ``aiofiles``.
+    """An open original. It can be read to its end even if it is deleted meanwhile. Calls may come from different
+    threads, also through ``aiofiles``.
 
     Attributes:
         bytes: its size.
@@ -179,16 +182,26 @@ class OpenOriginal(io.BufferedIOBase):
         self.bytes = filesystem.size(self._fd)
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Return the next bytes, at most ``size``, and none at the end. Raise ValueError if it was closed."""
+        """Return the next bytes, at most ``size``, and none at the end.
+
+        Raises:
+            StorageFailed: the disk does not give them.
+            ValueError: it was closed.
+        """
+        left = self.bytes - self._at
+        data = self._read(left if not size or size < 0 else min(size, left), self._at)
+        self._at += len(data)
+        return data
+
+    def content(self) -> FileBytes:
+        """Return all of it, to be decoded: of a large file the open file itself, until this is closed.
+
+        Raises:
+            StorageFailed: it cannot be read.
+        """
         with self._lock:
-            if self._fd is None:
-                raise ValueError("the original was closed")
-            left = self.bytes - self._at
-            data = _read(
-                self._filesystem, self._fd, self._at, left if not size or size < 0 else min(size, left)
-            )
-            self._at += len(data)
-            return data
+            file = StoredFile(self._filesystem.lend(self._descriptor()), self.bytes, self._read)
+        return file[:] if self.bytes <= SMALL_BYTES else file
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         """Go to an offset from the start, where the next ``read`` begins."""
@@ -207,6 +220,15 @@ class OpenOriginal(io.BufferedIOBase):
     def __del__(self) -> None:  # a request that is cancelled before its response is sent never closes it
         if hasattr(self, "_fd"):
             self.close()
+
+    def _read(self, size: int, offset: int) -> bytes:
+        with self._lock:
+            return _read(self._filesystem, self._descriptor(), offset, size)
+
+    def _descriptor(self) -> int:
+        if self._fd is None:
+            raise ValueError("the original was closed")
+        return self._fd
 
 
 class Originals:
@@ -270,24 +292,19 @@ class Originals:
                 raise
 
     def read(self, path: Path, sha256: str) -> bytes:
-        """Read an original and verify it.
+        """Return all of an original. Raise as ``open``."""
+        with self.open(path, sha256) as original:
+            return original.content()[:]
+
+    def open(self, path: Path, sha256: str) -> OpenOriginal:
+        """Open an original and verify it, a piece at a time.
 
         Raises:
             CorruptFile: its bytes differ from those that were uploaded.
+            StorageFailed: the disk does not give them.
             FileNotFoundError: it is not there.
             LibraryGone: the library's folder is not there any more.
         """
-        try:
-            data = _read_whole(self._filesystem, path)
-        except FileNotFoundError:
-            self._guard()
-            raise
-        if hashlib.sha256(data).hexdigest() != sha256:
-            raise CorruptFile(f"the original of {path.name} is damaged")
-        return data
-
-    def open(self, path: Path, sha256: str) -> OpenOriginal:
-        """Open an original and verify it, a piece at a time. Raise as ``read``."""
         try:
             original = OpenOriginal(self._filesystem, path)
         except FileNotFoundError:
@@ -331,21 +348,10 @@ class Originals:
             raise IntegrityError(f"{len(gone)} {what} are not there, the first is {gone[0]}")
 
 
-def _read_whole(filesystem: FileSystem, path: Path, most: int | None = None) -> bytes:
-    """Return a file's bytes, at most ``most``. A large file is never there twice: ``BytesIO`` gives its own bytes
-    away."""
-    fd = filesystem.open(path)
-    try:
-        size = filesystem.size(fd)
-        size = size if most is None else min(size, most)
-        whole = io.BytesIO()
-        for start in range(0, size, PIECE):
-            whole.write(_read(filesystem, fd, start, min(PIECE, size - start)))
-        return whole.getvalue()
-    finally:
-        filesystem.close(fd)
-
-
 def _read(filesystem: FileSystem, fd: int, start: int, size: int) -> bytes:
+    """Return the bytes that are there. Raise StorageFailed if the disk does not give them."""
     data = memoryview(bytearray(size))
-    return bytes(data[: read_all(filesystem, fd, data, start)])
+    try:
+        return bytes(data[: read_all(filesystem, fd, data, start)])
+    except OSError as error:
+        raise unreadable(error) from error

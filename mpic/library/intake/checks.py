@@ -6,31 +6,15 @@ import math
 import secrets
 import string
 from collections.abc import Mapping
-from contextlib import nullcontext
 
 from mpic.errors import BadRequest, cut
 from mpic.handles import LONGEST, canonical, is_handle
-from mpic.imaging.budget import Budget
-from mpic.imaging.decoder import MOST_WAITING
-from mpic.imaging.image_header import SMALL_BYTES
 from mpic.library.folder.originals import Incoming
-from mpic.library.intake.decode import (
-    HEAD,
-    NO_CLIPS,
-    Content,
-    check_text_size,
-    content_of,
-    is_document,
-    sniff,
-)
+from mpic.library.intake.decode import NO_CLIPS, Content, content_of
 from mpic.library.limits import Limits
 from mpic.library.records import Scalar
 
 ID_ALPHABET = string.ascii_letters + string.digits
-READ_BYTES = 128 << 20
-READING = Budget(most=64, most_waiting=MOST_WAITING)
-"""Bounds the bytes of large uploads that are in memory at a time while they wait to be decoded."""
-
 LONGEST_LIFE = 10 * 366 * 86_400
 METADATA_KEYS, METADATA_KEY_CHARS, METADATA_VALUE_CHARS = 32, 64, 1024
 
@@ -50,13 +34,10 @@ def identify(incoming: Incoming, limits: Limits, no_clips: str | None = NO_CLIPS
         InvalidUpload, TooLarge: the content is not accepted.
         DecoderBusy: too many large uploads are waiting.
         OutOfMemory: there is not enough memory to decode it now.
+        StorageFailed: it cannot be read back.
     """
-    head = incoming.head(HEAD)
-    if sniff(head, no_clips) == "text" and not is_document(head):
-        check_text_size(incoming.bytes, limits)  # before all of it is read
-    large = incoming.bytes > SMALL_BYTES
-    with READING.taken(incoming.bytes, READ_BYTES) if large else nullcontext():
-        return content_of(incoming.content(), limits, no_clips)
+    with incoming.open() as written:
+        return content_of(written.content(), limits, no_clips)
 
 
 def clean_name(name: str, limits: Limits) -> str:

@@ -18,6 +18,7 @@ from mpic.imaging.decoder import decoder
 from mpic.imaging.documents import SIGNATURES as DOCUMENTS
 from mpic.imaging.documents import DocumentRules, DocumentText
 from mpic.imaging.pixels import ImageRules
+from mpic.imaging.stored_file import FileBytes
 from mpic.kv.chunk import ChunkKey, Kind
 from mpic.library.limits import Limits
 
@@ -115,7 +116,7 @@ def sniff(head: bytes, no_clips: str | None = NO_CLIPS) -> Kind:
     return "image" if bmp or head.startswith(SIGNATURES) else "text"
 
 
-def decode_image(data: bytes, limits: Limits = DEFAULT) -> Image.Image:
+def decode_image(data: FileBytes, limits: Limits = DEFAULT) -> Image.Image:
     """Decode one still image: upright (EXIF orientation applied), RGB, transparency laid over white.
 
     A large image is decoded in another process. Drop one image before decoding the next, because few fit into memory.
@@ -135,7 +136,7 @@ def decode_image(data: bytes, limits: Limits = DEFAULT) -> Image.Image:
     return decoder().decode(data, _rules(limits), limits.decode_bytes)
 
 
-def image_key(data: bytes, limits: Limits = DEFAULT) -> ChunkKey:
+def image_key(data: FileBytes, limits: Limits = DEFAULT) -> ChunkKey:
     """Return ``ChunkKey.of_image(decode_image(data, limit))``; a large image never enters this process.
 
     Raises:
@@ -145,7 +146,7 @@ def image_key(data: bytes, limits: Limits = DEFAULT) -> ChunkKey:
     return ChunkKey("image", decoder().identify(data, _rules(limits), limits.decode_bytes).digest)
 
 
-def decode_clip(data: bytes, sample: Sample, limits: Limits = DEFAULT) -> Clip:
+def decode_clip(data: FileBytes, sample: Sample, limits: Limits = DEFAULT) -> Clip:
     """Decode the frames of a clip that are seen, in another process. Drop it before you decode the next.
 
     Args:
@@ -163,7 +164,7 @@ def decode_clip(data: bytes, sample: Sample, limits: Limits = DEFAULT) -> Clip:
     return decoder().clip(data, _clip_rules(limits), limits.decode_bytes, sample)
 
 
-def clip_key(data: bytes, limits: Limits = DEFAULT) -> ChunkKey:
+def clip_key(data: FileBytes, limits: Limits = DEFAULT) -> ChunkKey:
     """Return the identity of a clip, of which every frame was decoded once, to see that it can be. Raise as
     ``decode_clip``."""
     decoder().clip_facts(data, _clip_rules(limits), limits.decode_bytes)
@@ -179,7 +180,7 @@ class Content(NamedTuple):
     pages: int | None = None
 
 
-def content_of(data: bytes, limits: Limits = DEFAULT, no_clips: str | None = NO_CLIPS) -> Content:
+def content_of(data: FileBytes, limits: Limits = DEFAULT, no_clips: str | None = NO_CLIPS) -> Content:
     """Return the identity of an image, a clip or a text, whichever the bytes are.
 
     Args:
@@ -199,13 +200,14 @@ def content_of(data: bytes, limits: Limits = DEFAULT, no_clips: str | None = NO_
         document = read_document(data, limits)
         key = ChunkKey.of_text("".join(document.pages))
         return Content(key, document.format, len(document.pages) if document.paged else None)
-    check_text_size(len(data), limits)
-    encoding = encoding_of(data)
-    return Content(ChunkKey.of_text(decode_text(data, limits, encoding)), encoding)
+    check_text_size(len(data), limits)  # before all of it is read
+    text = data[:]
+    encoding = encoding_of(text)
+    return Content(ChunkKey.of_text(decode_text(text, limits, encoding)), encoding)
 
 
 def thumbnail(
-    data: bytes, limits: Limits = DEFAULT, *, side: int, least: int = 0, transparent: bool = False
+    data: FileBytes, limits: Limits = DEFAULT, *, side: int, least: int = 0, transparent: bool = False
 ) -> bytes:
     """Return a small PNG of an image; see ``mpic.imaging.pixels.thumbnail``. Raise as ``image_key``."""
     options = {"side": side, "least": least, "transparent": transparent}
@@ -227,12 +229,12 @@ def check_text_size(size: int, limits: Limits) -> None:
         raise TooLarge(f"the text has {size} bytes, the limit is {limits.text_bytes}", param="file")
 
 
-def is_document(head: bytes) -> bool:
+def is_document(head: FileBytes) -> bool:
     """Return whether the first bytes of a text are those of a PDF, of a ZIP or of an old Office document."""
     return head.startswith(DOCUMENTS)
 
 
-def read_document(data: bytes, limits: Limits = DEFAULT, patient: bool = False) -> DocumentText:
+def read_document(data: FileBytes, limits: Limits = DEFAULT, patient: bool = False) -> DocumentText:
     """Return the text of a PDF or Office document, which another process reads.
 
     Args:
@@ -245,7 +247,7 @@ def read_document(data: bytes, limits: Limits = DEFAULT, patient: bool = False) 
     return decoder().document(data, rules, limits.decode_bytes, patient)
 
 
-def read_pages(data: bytes, limits: Limits, format: str = "") -> list[str]:
+def read_pages(data: FileBytes, limits: Limits, format: str = "") -> list[str]:
     """Return the text of an original, by page; of one without pages all of it.
 
     Args:
@@ -256,7 +258,7 @@ def read_pages(data: bytes, limits: Limits, format: str = "") -> list[str]:
     """
     if is_document(data):
         return read_document(data, limits, patient=True).pages
-    return [decode_text(data, limits, format)]
+    return [decode_text(data[:], limits, format)]
 
 
 def encoding_of(data: bytes) -> str:

@@ -168,7 +168,8 @@ def _thumbnail(reference_id: str, state: State) -> Response:
     reference = state.library.references.get(reference_id)
     if reference.kind != "image":
         raise NotFound(f"{reference_id} is a text, it has no thumbnail", id=reference_id)
-    picture = thumbnail(state.library.references.content(reference), state.library.limits, side=THUMBNAIL)
+    with state.library.references.open(reference) as original:
+        picture = thumbnail(original.content(), state.library.limits, side=THUMBNAIL)
     headers = {"X-Content-Type-Options": "nosniff", "ETag": f'"{reference.sha256}"'}
     return Response(picture, media_type="image/png", headers=headers)
 
