@@ -140,7 +140,7 @@ def _pdf(data: FileBytes) -> Iterator[str]:
     from pypdfium2.raw import FPDF_ERR_PASSWORD
 
     try:
-        document = pypdfium2.PdfDocument(stream(data))
+        document = pypdfium2.PdfDocument(data if isinstance(data, bytes) else stream(data))
     except pypdfium2.PdfiumError as error:
         if error.err_code == FPDF_ERR_PASSWORD:
             raise InvalidDocument("the document is protected by a password", param="file") from error
