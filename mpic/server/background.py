@@ -247,6 +247,8 @@ class BackgroundJobs:
                 log.exception("Forgetting old deletions failed and is tried again in %g s.", FORGET_SECONDS)
 
     def _collect(self) -> None:
-        removed = [*self.library.files.collect_expired(), *self.library.references.collect_retired()]
+        files, references = self.library.files, self.library.references
+        removed = [*files.collect_expired(), *references.collect_expired(), *references.collect_retired()]
         self.engine.forget(*(chunk for one in removed for chunk in one.chunks))
+        self.engine.forget(*self.library.expire_kv())
         self.library.caches.sweep()

@@ -188,6 +188,15 @@ class TieredStore:
                 self.disk.owe(db, [owed])
         return self.disk.drop(db, owner, chunk, state)
 
+    def expire(self, default: int) -> list[tuple[str, ChunkKey]]:
+        """Remove what nobody has used for too long from the disk and the tiers nearer than it; see
+        ``DiskStore.expire``. What lies beyond belongs to other servers, too."""
+        gone = self.disk.expire(default)
+        for tier in self._tiers[: self._tiers.index(self.disk)]:
+            for owner, chunk in gone:
+                tier.drop(owner, chunk)  # ty: ignore[missing-argument] (it is not the disk)
+        return gone
+
     def check(self) -> None:
         for tier in self._tiers:
             tier.check()
