@@ -102,7 +102,7 @@ def mutated(data: bytes, chance: random.Random) -> bytes:
     were, so that the parser behind the unpacking meets the damage."""
     kind = chance.random()
     if kind < 0.1:
-        return data[: chance.randrange(5, len(data))]
+        return data[: chance.randint(min(5, len(data)), len(data))]
     if kind < 0.4:
         return data[:5] + _flipped(data[5:], chance)
     return _member_damaged(data, chance) if data.startswith(b"PK") else _stream_damaged(data, chance)
@@ -160,6 +160,8 @@ def _member_damaged(data: bytes, chance: random.Random) -> bytes:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = {name: archive.read(name) for name in archive.namelist()}
     except Exception:  # it was damaged before, in one way or another
+        members = {}
+    if not members:
         return _flipped(data, chance)
     name, out, kind = chance.choice(list(members)), io.BytesIO(), chance.randrange(7)
     if kind < 4:
@@ -194,7 +196,7 @@ def _stream_damaged(data: bytes, chance: random.Random) -> bytes:
     if kind == 2:
         deep = 10 ** chance.randint(1, 5)
         opens, closes = chance.choice([(b"[", b"]"), (b"<</A ", b">>"), (b"(", b")")])
-        at = chance.choice([found.end() for found in re.finditer(rb"<<", data)])
+        at = chance.choice([found.end() for found in re.finditer(rb"<<", data)] or [5])
         return data[:at] + b"/B " + opens * deep + closes * deep + data[at:]
 
     def damaged(found: re.Match[bytes]) -> bytes:

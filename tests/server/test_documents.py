@@ -1,8 +1,10 @@
 """PDF and Office files: read by page, one handle for the file, pages named in a question."""
 
+import io
 import json
 import random
 import sys
+import zipfile
 from contextlib import suppress
 from unittest.mock import Mock
 
@@ -148,8 +150,6 @@ async def test_slides_and_sheets_are_pages(server):
 
 
 def slides(*titles):
-    import io
-
     import pptx
 
     made, out = pptx.Presentation(), io.BytesIO()
@@ -160,8 +160,6 @@ def slides(*titles):
 
 
 def sheets(**rows):
-    import io
-
     import xlsxwriter
 
     out = io.BytesIO()
@@ -250,6 +248,16 @@ def test_a_document_that_takes_too_much_memory_or_time_is_refused(memory, second
         made.document(docx(["words " * 20] * 120_000), documents.DocumentRules(10, 1 << 30), 1 << 30)
     assert made.document(docx(["x"]), documents.DocumentRules(10, 1000), 1 << 30).pages == ["x"]
     made.workers.close()
+
+
+async def test_a_document_that_claims_memory_beyond_any_bound_is_too_costly(server):
+    """The parser of sheets ends its process when memory is refused to it."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(sheets(A=[["x"]]))) as made, zipfile.ZipFile(out, "w") as lies:
+        for name in made.namelist():
+            lies.writestr(name, made.read(name).replace(b'niqueCount="1"', b'niqueCount="%d"' % (1 << 43)))
+    assert refusal(await server.upload(out.getvalue(), "x.xlsx")) == (413, "document_too_costly")
+    assert (await server.upload(sheets(A=[["x"]]), "x.xlsx")).status_code == 200
 
 
 async def test_damaged_documents_are_refused_or_read_within_bounds(server, monkeypatch, fuzz):
