@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 MiB = 1 << 20
 GiB = 1 << 30
+LONGEST_LIFE = 10 * 366 * 86_400
+"""Seconds after which anything expires that expires at all."""
 
 POSITIVE = (
     "upload_bytes",

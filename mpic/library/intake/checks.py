@@ -25,13 +25,13 @@ from mpic.library.intake.decode import (
 )
 from mpic.library.limits import Limits
 from mpic.library.records import Scalar
+from mpic.limits import LONGEST_LIFE
 
 ID_ALPHABET = string.ascii_letters + string.digits
 READ_BYTES = 128 << 20
 READING = Budget(most=64, most_waiting=MOST_WAITING)
 """Bounds the bytes of large uploads that are in memory at a time while they wait to be decoded."""
 
-LONGEST_LIFE = 10 * 366 * 86_400
 METADATA_KEYS, METADATA_KEY_CHARS, METADATA_VALUE_CHARS = 32, 64, 1024
 
 
