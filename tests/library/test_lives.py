@@ -1,4 +1,4 @@
-"""Compiled chunks that nobody uses expire while their originals stay; references expire, and are synced with a folder."""
+"""Compiled chunks that nobody uses expire while their originals stay; references expire, and follow a folder."""
 
 import asyncio
 import json
