@@ -326,7 +326,7 @@ def _reference(one: Reference | ReferenceHit, admin: bool) -> str:
 
 
 def reference_view(one: Reference, text: str) -> str:
-    known = {"file": one.filename, "version": one.version, "updated": day(one.updated_at)}
+    known: dict[str, object] = {"file": one.filename, "version": one.version, "updated": day(one.updated_at)}
     known |= {"expires": day(one.expires_at)} if one.expires_at else {}
     known |= {"pinned": "yes"} if one.pinned else {}
     known |= {"synced": "by the server"} if one.synced else {}

@@ -7,6 +7,7 @@ import sys
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NamedTuple
@@ -73,7 +74,7 @@ def estimate(
             raise BadRequest(f"{one.name} cannot be estimated: it changes the prompt", param="policy")
     run = Estimate(policies, kept, image_tokens)
     template = _template(settings)
-    with typer.open_file(str(log), "rb") if str(log) == "-" else log.open("rb") as stream:
+    with nullcontext(sys.stdin.buffer) if str(log) == "-" else log.open("rb") as stream:
         for number, line in lines(stream):
             try:
                 run.add(_prompt(line, template, settings.link_texts, image_tokens))

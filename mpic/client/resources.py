@@ -77,13 +77,15 @@ class Collection(Resource[IO], Generic[IO, M]):
     async def pin(self, id: str, pinned: bool = True) -> M:
         """Keep the compiled KV of an item when its owner's newer ones need room, and when it was not used for long; or
         end that. References are pinned by administrators."""
-        return await self.sender.send(endpoints.update(self._path, self._model, id, pinned=pinned))  # ty: ignore[invalid-return-type] (it is that model)
+        request: ApiRequest[Any] = endpoints.update(self._path, self._model, id, pinned=pinned)
+        return await self.sender.send(request)
 
     @call
     async def prefetch(self, id: str) -> M:
         """Bring the compiled KV of an item near to the device, in the background, for questions that will come soon.
         What has expired or was evicted is compiled again."""
-        return await self.sender.send(endpoints.prefetch(self._path, self._model, id))  # ty: ignore[invalid-return-type] (it is that model)
+        request: ApiRequest[Any] = endpoints.prefetch(self._path, self._model, id)
+        return await self.sender.send(request)
 
     async def _create(self, request: ApiRequest[M], wait: bool | float) -> M:
         made: Any = await self.sender.send(request)

@@ -55,7 +55,7 @@ class SyncJob:
         self._asked.set()
 
     def state(self) -> SyncState:
-        counts = {name: self._last.counts[name] for name in ("added", "replaced", "removed", "unchanged")}
+        counts = self._last.counts
         return SyncState(
             source=self._source,
             seconds=self._seconds,
@@ -65,7 +65,10 @@ class SyncJob:
             notes=tuple(
                 SyncNote(where=one.where, message=one.why, code=one.code) for one in self._last.notes[:NOTES]
             ),
-            **counts,
+            added=counts["added"],
+            replaced=counts["replaced"],
+            removed=counts["removed"],
+            unchanged=counts["unchanged"],
         )
 
     async def repeat(self) -> None:

@@ -92,6 +92,12 @@ def test_what_was_used_long_ago_is_not_found(estimate):
     assert estimate(again)["position_independent"]["reused"] == len(NEWS.strip()) - EDGES
 
 
+def test_a_log_may_come_from_standard_input(tiny_model):
+    words = ["estimate", "-", "--model", str(tiny_model), "--json"]
+    done = CliRunner().invoke(cli.app, words, input=json.dumps(ask("Hello")))
+    assert done.exit_code == 0 and json.loads(done.stdout)["requests"] == 1
+
+
 def test_requests_are_taken_out_of_what_logs_put_around_them(estimate):
     body = ask("Hello")
     batch = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}

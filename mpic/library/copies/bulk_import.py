@@ -202,8 +202,9 @@ class LibraryTarget:
         return KnownReference(found.sha256, found.title, found.description, found.metadata)
 
     async def add(self, item: ImportItem, content: bytes) -> str:
-        words = _words(item) | {"id": item.id, "synced_from": self._synced_from}
-        return self.stored(await self._references.add(content, item.filename, **words))
+        words, source = _words(item), self._synced_from
+        added = await self._references.add(content, item.filename, id=item.id, synced_from=source, **words)
+        return self.stored(added)
 
     async def replace(self, item: ImportItem, content: bytes) -> str:
         return self.stored(await self._references.replace(item.id, content, item.filename, **_words(item)))
