@@ -39,7 +39,7 @@ CHATS = "/chat/completions"
 def estimate(
     log: Annotated[
         Path,
-        typer.Argument(help="request bodies, one a line; -: standard input", exists=True, allow_dash=True),
+        typer.Argument(help="request bodies, one a line; -: standard input"),
     ],
     model: Annotated[
         str | None,
