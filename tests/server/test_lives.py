@@ -1,11 +1,12 @@
 """Lifetimes, pins and prefetching by REST, SDK and command line, over a fake engine; a sync in a running server."""
 
+import asyncio
 import dataclasses
 import time
 
 import pytest
 from library_tools import make_chunk
-from server_helpers import fake_server, refused_field, wait_until
+from server_helpers import SMALL_POOL, fake_server, real_server, refused_field, wait_until
 
 from mpic.config import Config, ConfigError, LibraryConfig, RetrievalConfig, load_config
 from mpic.errors import CompileFailed
@@ -191,3 +192,32 @@ async def test_without_a_folder_there_is_no_sync(server):
 def test_lives_that_cannot_be_meant_are_refused_by_their_keys(key, value):
     with pytest.raises(ConfigError, match=key):
         load_config(None, {key: value})
+
+
+async def test_expired_kv_is_compiled_again_by_the_next_use_and_by_a_prefetch(tmp_path, tiny_model):
+    async with real_server(tmp_path, tiny_model, pool_bytes=SMALL_POOL["pool_bytes"]) as server:
+        file = await server.uploaded(b"The lamp's code is 123.", "a.txt", handle="A", kv_ttl="60")
+        path = f"/v1/files/{file['id']}"
+        tiers = lambda: server.http.get(path)
+        stored = lambda: server.library.catalog.read("SELECT 1 FROM chunks WHERE state = 'ready'")
+
+        async def expire():
+            await wait_until(stored)
+            server.library.store.flush()  # the uses that it has kept in memory
+            with server.library.catalog.write() as db:
+                db.execute("UPDATE chunks SET last_used = 1")
+            await asyncio.to_thread(server.app.state.background._collect)
+            assert (await tiers()).json()["tiers"] == []
+
+        async def asked():
+            answer = await server.ask("FILE#A What?", max_tokens=1, mpic={"policy": "reuse"})
+            [chunk] = answer.json()["usage"]["mpic"]["chunks"]
+            return chunk["tier"], chunk["reason"]
+
+        assert await asked() == ("device", None)
+        await expire()
+        assert await asked() == ("compiled", "expired")
+        await expire()
+        assert (await server.http.post(f"{path}/prefetch")).status_code == 202
+        await wait_until(stored)
+        assert await asked() == ("device", None)
