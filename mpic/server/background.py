@@ -127,7 +127,7 @@ class BackgroundJobs:
         set_state = _unless_ready(file, partial(files.set_state, user, file.id))
         exists = partial(files.get, user, file.id)
         once = partial(self._compile_once, user, file.id, chunks_of, exists, file.kind == "video", prefetch)
-        self._begin(file.id, self._compile(file.id, once, set_state), prefetch)
+        self._begin(file.id, once, set_state, prefetch)
 
     def compile_reference(self, reference: Reference, prefetch: bool = False) -> None:
         """Compile a reference in the background, as ``compile`` does a file."""
@@ -136,24 +136,29 @@ class BackgroundJobs:
         chunks_of = lambda: [shelf.chunk(reference)]
         exists = partial(shelf.get, reference.id)
         once = partial(self._compile_once, SHARED, reference.id, chunks_of, exists, False, prefetch)
-        self._begin(reference.id, self._compile(reference.id, once, set_state), prefetch)
+        self._begin(reference.id, once, set_state, prefetch)
 
-    def _begin(self, id: str, work: Coroutine[Any, Any, None], prefetch: bool) -> None:
+    def _begin(
+        self,
+        id: str,
+        once: Callable[[], Awaitable[CompileOutcome | None]],
+        set_state: Callable[..., None],
+        prefetch: bool,
+    ) -> None:
         """Begin to compile something, unless it is being prefetched already: that may be asked for any number of
         times."""
         if not prefetch:
-            return self._spawn(work)
-        if id in self._prefetching:
-            return work.close()
+            return self._spawn(self._compile(id, once, set_state))
 
         async def prefetched() -> None:
             try:
-                await work
+                await self._compile(id, once, set_state)
             finally:
                 self._prefetching.discard(id)
 
-        self._prefetching.add(id)
-        self._spawn(prefetched())
+        if id not in self._prefetching:
+            self._prefetching.add(id)
+            self._spawn(prefetched())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -1,7 +1,9 @@
 """Compiled chunks that nobody uses expire while their originals stay; references expire, and follow a folder."""
 
 import asyncio
+import errno
 import json
+import os
 import shutil
 from unittest.mock import Mock
 
@@ -255,6 +257,26 @@ def test_a_folder_that_is_gone_or_empty_removes_nothing(library, folder, emptied
     shutil.rmtree(folder)
     emptied(folder)
     assert sync.run().problem and len(ids(library)) == 2 and not sync.removed.called
+
+
+def test_a_part_of_a_folder_that_cannot_be_read_removes_nothing(library, folder, monkeypatch):
+    """As for a server that is not root; a file system's own folder does not count."""
+    (folder / "lost+found").mkdir()
+    (folder / "sub").mkdir()
+    sync = sync_of(library, folder)
+    run(sync)
+    (folder / "a.txt").unlink()
+    scandir, closed = os.scandir, {"sub", "lost+found"}
+
+    def refused(path):
+        if os.path.basename(path) in closed:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    assert "sub cannot be read (Permission denied)" in sync.run().problem and len(ids(library)) == 2
+    closed.remove("sub")
+    assert run(sync) == {"unchanged": 1, "removed": 1} and ids(library) == ["ref_b.txt"]
 
 
 def test_a_bad_line_of_a_listing_removes_nothing(library, tmp_path):

@@ -12,6 +12,7 @@ import asyncio
 import os
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,9 +63,8 @@ class ReferenceSync:
     ) -> None:
         self._references, self._source, self._removed = references, source.absolute(), removed
         self._target = _SyncTarget(references, str(self._source), changed)
-        self._imported: dict[
-            str, tuple[ImportItem, Any, str]
-        ] = {}  # what was read of each, so that it is not again
+        # what was read of each, so that it is not read again
+        self._imported: dict[str, tuple[ImportItem, Any, str]] = {}
 
     def run(self, stopped: Callable[[], bool] = lambda: False) -> SyncResult:
         """Bring the references in step with the source as it is now.
@@ -81,10 +81,7 @@ class ReferenceSync:
 
     async def _run(self, result: SyncResult, stopped: Callable[[], bool]) -> None:
         known, seen = self._references.synced_from(str(self._source)), set[str]()
-        unsure = None
-        if self._source.is_dir():
-            for _ in os.walk(self._source, onerror=_raise):
-                pass  # a folder in it that cannot be read would look empty
+        unsure = self._unreadable()
         for item in read_items(self._source):
             if stopped():
                 return
@@ -103,22 +100,26 @@ class ReferenceSync:
         if gone and unsure:
             raise Unavailable(f"{unsure}, so no reference was removed")
         for id in gone:
-            try:
+            with suppress(ReferenceNotFound):  # an administrator has removed it meanwhile
                 self._removed(self._references.remove(id))
                 result.counts["removed"] += 1
-            except ReferenceNotFound:  # an administrator has removed it meanwhile
-                pass
             self._imported.pop(id, None)
+
+    def _unreadable(self) -> str | None:
+        """Return a sentence about a folder in the source that cannot be read, and so looks empty; None: there is
+        none. Those that are not imported from do not count, nor does a file system's own."""
+        wrong: list[OSError] = []
+        for _, folders, _ in os.walk(self._source, onerror=wrong.append) if self._source.is_dir() else ():
+            folders[:] = [name for name in folders if not name.startswith(".") and name != "lost+found"]
+        return f"{wrong[0].filename} cannot be read ({wrong[0].strerror})" if wrong else None
 
     async def _import(self, item: ImportItem, known: Reference | None) -> ImportResult:
         """Import an entry, unless it and its file are as they were when it was imported before."""
         stamp = None
         if item.path is not None:
-            try:
+            with suppress(OSError):  # importing it tells why
                 about = item.path.stat()
                 stamp = about.st_mtime_ns, about.st_size, about.st_ino
-            except OSError:
-                pass  # importing it tells why
         before = self._imported.get(item.id)
         if before is not None and known is not None and before == (item, stamp, known.sha256):
             return ImportResult(item.where, "unchanged", item.id)
@@ -151,7 +152,3 @@ class _SyncTarget(LibraryTarget):
     def stored(self, reference: Reference) -> str:
         self._changed(reference)
         return super().stored(reference)
-
-
-def _raise(error: OSError) -> None:
-    raise error
