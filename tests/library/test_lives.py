@@ -16,6 +16,7 @@ from mpic.library import SHARED, Library, Limits
 from mpic.library.caches import CachedText
 from mpic.library.copies.bulk_import import ImportItem
 from mpic.library.copies.sync import ReferenceSync
+from mpic.library.store.chunk_rows import UNUSED
 
 DAY = 86_400
 
@@ -109,6 +110,14 @@ def test_the_content_is_not_gone_while_another_form_of_it_is_in_use(open_library
     clock.now += 5
     assert expired(library) == set() and there(library, "one") == []
     assert there(library, "one", model="b2" * 32) == ["one"]
+
+
+def test_the_files_of_a_chunk_are_looked_up_and_not_all_files_read(library):
+    values = {"default": 5, "shared": SHARED, "now": 1.0, "before": 0.5}
+    plan = [row["detail"] for row in library.catalog.read(f"EXPLAIN QUERY PLAN {UNUSED}", **values)]
+    assert [step for step in plan if step.startswith(("SCAN", "CO-ROUTINE"))] == [
+        "SCAN c USING INDEX chunks_turn"
+    ]
 
 
 def test_a_host_tier_gives_up_what_expired(tmp_path, clock):

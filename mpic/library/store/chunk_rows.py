@@ -57,14 +57,18 @@ class ExpiredChunk(NamedTuple):
 
 NEVER = 1 << 40
 """Seconds that no chunk lives."""
-HELD = "SELECT MAX(CASE WHEN pinned THEN :never ELSE COALESCE({}, :default) END) FROM {} AS f WHERE {}"
-UNUSED = f"""
+UNUSED = """
     SELECT key, path, bytes, owner, kind, digest FROM chunks AS c
-    WHERE tier = 'disk' AND state = 'ready' AND last_used <= :before AND last_used <= :now - COALESCE(
-        CASE WHEN owner = :shared
-            THEN ({HELD.format("NULL", "refs", "f.digest = c.digest AND f.kind = c.kind")})
-            ELSE ({HELD.format("kv_ttl", "contents", "f.owner = c.owner AND f.digest = c.digest AND f.kind = c.kind")})
-        END, :default)"""
+    WHERE tier = 'disk' AND state = 'ready' AND last_used <= :before AND CASE WHEN owner = :shared THEN
+        last_used <= :now - :default
+        AND NOT EXISTS (SELECT 1 FROM refs AS f WHERE f.digest = c.digest AND f.kind = c.kind AND f.pinned)
+    ELSE
+        NOT EXISTS (
+            SELECT 1 FROM contents AS f WHERE f.owner = c.owner AND f.digest = c.digest AND f.kind = c.kind
+            AND (f.pinned OR c.last_used > :now - COALESCE(f.kv_ttl, :default)))
+        AND (last_used <= :now - :default OR EXISTS (
+            SELECT 1 FROM contents AS f WHERE f.owner = c.owner AND f.digest = c.digest AND f.kind = c.kind))
+    END"""
 """The chunks that were not used for as long as they are kept. One that several files hold is kept for the longest."""
 
 
@@ -203,7 +207,7 @@ class ChunkRows:
         Args:
             default: seconds for contents of which no file says so; 0: for ever.
         """
-        values = {"default": default or NEVER, "never": NEVER, "shared": SHARED}
+        values = {"default": default or NEVER, "shared": SHARED}
         least = self._catalog.read("SELECT MIN(kv_ttl) FROM files WHERE kv_ttl IS NOT NULL")[0][0] or NEVER
         before = self._clock() - min(least, values["default"])
         if before <= 0 or not self._catalog.read(UNUSED, **values, now=self._clock(), before=before):
