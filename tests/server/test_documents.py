@@ -299,6 +299,8 @@ def test_a_report_of_200_pages_is_asked_about_by_page_and_reused_after_a_restart
                 assert (file.pages, file.chunk_count, file.state) == (200, 200, "ready")
             answer = client.chat.completions.create(ask, max_tokens=2, policy="reuse")
             counts.append(answer.usage.mpic.tokens)
+            labels = [chunk.label for chunk in answer.usage.mpic.chunks]
+            assert labels == [f"REPORT page {page}" for page in (117, 3, 4, 5)]
             assert [chunk.reused for chunk in answer.usage.mpic.chunks] == [
                 chunk.tokens for chunk in answer.usage.mpic.chunks
             ]
