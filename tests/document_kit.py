@@ -134,7 +134,7 @@ def _xml_damaged(xml: bytes, chance: random.Random) -> bytes:
     if not tags:
         return _flipped(xml, chance)
     tag = chance.choice(tags)
-    name = re.match(rb"<([\w:]+)", tag[0])[1]  # type: ignore[index]
+    name = re.match(rb"<([\w:]+)", tag[0])[1]
     kind, before, behind = chance.randrange(6), xml[: tag.end()], xml[tag.end() :]
     if kind == 0:
         deep = 10 ** chance.randint(1, 5)

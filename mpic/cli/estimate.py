@@ -131,7 +131,7 @@ class Recent:
             self._tokens -= self._keys.popitem(last=False)[1]
 
 
-class Part(NamedTuple):
+class PromptPart(NamedTuple):
     """Tokens of a prompt: those of a chunk, or text between chunks (``chunk`` is None)."""
 
     ids: Sequence[int]
@@ -215,7 +215,7 @@ class Estimate:
             own = text if policy.prefix else total - sum(end - at for at, end in ends)
             self.computed[policy.name] += own + again + compiled
 
-    def _prefix(self, parts: Sequence[Part]) -> int:
+    def _prefix(self, parts: Sequence[PromptPart]) -> int:
         """Return how many tokens at the start of a prompt an earlier one has had, and keep this one."""
         ids = array("q")
         for part in parts:
@@ -230,15 +230,15 @@ class Estimate:
         return found
 
 
-def _part(segment: Any, image_tokens: int) -> Part:
+def _part(segment: Any, image_tokens: int) -> PromptPart:
     from mpic.prompt import TextSegment
 
     if isinstance(segment, TextSegment):
-        return Part(segment.token_ids, None)
+        return PromptPart(segment.token_ids, None)
     chunk: Chunk = segment.chunk
     if chunk.token_ids is not None:
-        return Part(chunk.token_ids, str(chunk.key))
-    return Part([-int(chunk.key.digest[:12], 16) - 1] * image_tokens, str(chunk.key))
+        return PromptPart(chunk.token_ids, str(chunk.key))
+    return PromptPart([-int(chunk.key.digest[:12], 16) - 1] * image_tokens, str(chunk.key))
 
 
 class LogResolver:
