@@ -57,6 +57,13 @@ class FileObject(Expiring):
     )
     state: CompileState
     tiers: Tiers = Field(default_factory=tuple)
+    kv_ttl: int | None = Field(
+        None,
+        description="seconds for which its compiled KV is kept unused; null: as the server is configured",
+    )
+    pinned: bool = Field(
+        False, description="its compiled KV is not evicted for newer files, and does not expire"
+    )
     outcome: Annotated[str, one_of("created", "unchanged", "replaced")] | None = Field(
         None, description="the outcome of the upload; only in the response to it"
     )
@@ -153,6 +160,13 @@ class CacheObject(Expiring):
     expires_at: int | None = None
     tokens: int | None = None
     state: CompileState
+    kv_ttl: int | None = Field(
+        None,
+        description="seconds for which its compiled KV is kept unused; null: as the server is configured",
+    )
+    pinned: bool = Field(
+        False, description="its compiled KV is not evicted for newer ones, and does not expire"
+    )
     chunks: tuple[CacheChunkObject, ...]
 
 
@@ -167,7 +181,7 @@ class CacheDeleted(Deleted):
 # ---- references
 
 
-class ReferenceObject(Created):
+class ReferenceObject(Expiring):
     """An image or text of the reference library, its newest version."""
 
     id: str
@@ -186,6 +200,11 @@ class ReferenceObject(Created):
     state: CompileState
     error: str | None = None
     thumbnail: str | None = Field(None, description="path of a small picture, for images")
+    expires_at: int | None = None
+    pinned: bool = Field(
+        False, description="its compiled KV is not evicted for newer ones, and does not expire"
+    )
+    synced: bool = Field(False, description="the server's sync has added it, and removes it")
 
     @property
     def updated_time(self) -> datetime:
@@ -199,6 +218,30 @@ class ReferenceFound(ReferenceObject):
 
 class ReferenceList(ItemPage[ReferenceObject]):
     pass
+
+
+class SyncNote(ApiObject):
+    """An entry of the folder or listing that is not in the library as it is there, and why."""
+
+    where: str
+    message: str
+    code: str
+
+
+class SyncState(ApiObject):
+    """The sync of references with a folder or listing; the counts are those of its last run."""
+
+    object: Literal["reference_sync"] = "reference_sync"
+    source: str
+    seconds: int = Field(description="time from the end of a run to the next one")
+    running: bool
+    at: int | None = Field(None, description="when the last run ended")
+    added: int = 0
+    replaced: int = 0
+    removed: int = 0
+    unchanged: int = 0
+    problem: str | None = Field(None, description="the reason why the last run could not be finished")
+    notes: tuple[SyncNote, ...] = Field((), description="entries that were left out, at most 100")
 
 
 class ReferencesFound(ItemList[ReferenceFound]):

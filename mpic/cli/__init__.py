@@ -35,6 +35,7 @@ COMMANDS = {
     "ls": ("mpic.cli.ls", "Your uploads, newest first; short for `mpic files list`."),
     "caches": ("mpic.cli.caches", "Cached texts, linked by id in any order."),
     "models": ("mpic.cli.models", "The served model, and the policies on offer."),
+    "estimate": ("mpic.cli.estimate", "What reuse would save of the requests in a log."),
     "references": ("mpic.cli.references", "The reference library: add, search, import, reindex, evaluate."),
     "library": ("mpic.cli.library", "The folder behind a server: usage, check, backup, recover, gc."),
     "keys": ("mpic.cli.keys", "API keys: create, list, revoke."),

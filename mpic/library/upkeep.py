@@ -148,7 +148,11 @@ def garbage(library: Library) -> list[Garbage]:
     catalog, now = library.catalog, library.clock()
     found = [
         Garbage(row["path"], row["bytes"], "expired")
-        for row in catalog.read("SELECT path, bytes FROM files WHERE expires_at <= ?", now)
+        for row in catalog.read(
+            "SELECT path, bytes FROM files WHERE expires_at <= :now UNION ALL "
+            "SELECT path, bytes FROM refs WHERE expires_at <= :now",
+            now=now,
+        )
     ]
     found += [Garbage(r["path"], r["bytes"], "retired") for r in catalog.read("SELECT * FROM retired_refs")]
     settled = now - UNDER_WAY if catalog.read_only else None
@@ -168,7 +172,9 @@ def collect(library: Library) -> list[Garbage]:
     """Remove everything that is no longer needed, and list it. The library must not be in use."""
     found = garbage(library)
     library.files.collect_expired()
+    library.references.collect_expired()
     library.references.collect_retired()
+    library.expire_kv()
     library.caches.sweep()
     library.reconcile()
     for item in found:

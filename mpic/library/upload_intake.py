@@ -56,7 +56,8 @@ class UploadOutcome(NamedTuple):
 
 class Wanted(NamedTuple):
     """The checked arguments of an upload; ``expires_after`` is in seconds, ``asked`` tells that the client has said
-    how a document is to be cut, and ``press`` is None where it has not said how the file is compressed."""
+    how a document is to be cut, and ``press`` and ``kv_ttl`` are None where it has not said how the file is compressed,
+    or how long its compiled chunks are kept unused."""
 
     owner: str
     filename: str
@@ -68,6 +69,7 @@ class Wanted(NamedTuple):
     asked: bool
     press: str | None
     key: KeyLimits
+    kv_ttl: int | None
 
 
 class UploadIntake(InlineChunks):
@@ -90,6 +92,7 @@ class UploadIntake(InlineChunks):
         split_asked: bool = False,
         press: str | None = None,
         key: KeyLimits = NO_KEY,
+        kv_ttl: int | None = None,
     ) -> File:
         """Store an upload; when this returns, the upload survives a crash. Its state is ``compiling``, unless the user
         has this file under this handle already: then that one is returned, see ``upload``.
@@ -104,6 +107,7 @@ class UploadIntake(InlineChunks):
                 different; False for a default.
             press: name of the press that compresses its chunks, or ``none``; None: the client did not say.
             key: limits of the API key that is used.
+            kv_ttl: seconds for which its compiled chunks are kept unused; None: as the limits say.
 
         Raises:
             InvalidUpload, InvalidImage, InvalidText, TooLarge: the content is not accepted.
@@ -114,7 +118,18 @@ class UploadIntake(InlineChunks):
             LibraryGone, DatabaseBusy: nothing was stored; see ``Catalog.write``.
         """
         wanted = self.admit(
-            user, 1, filename, handle, expires_after, metadata, replace, split, split_asked, press, key
+            user,
+            1,
+            filename,
+            handle,
+            expires_after,
+            metadata,
+            replace,
+            split,
+            split_asked,
+            press,
+            key,
+            kv_ttl,
         )
         with self._originals.incoming(self._limits.upload_bytes) as incoming:
             for piece in _pieces(source):
@@ -143,6 +158,7 @@ class UploadIntake(InlineChunks):
         split_asked: bool = False,
         press: str | None = None,
         key: KeyLimits = NO_KEY,
+        kv_ttl: int | None = None,
     ) -> Wanted:
         """Make the checks of ``upload`` that are possible before a byte is read, of an upload that has ``size`` bytes
         at least. Raise as ``add``."""
@@ -151,6 +167,7 @@ class UploadIntake(InlineChunks):
         if size > self._limits.upload_bytes:
             raise too_large(self._limits.upload_bytes)
         check_life("expires_after", expires_after)
+        check_life("kv_ttl", kv_ttl)
         checked = check_metadata(metadata or {})
         handle = checked_handle(handle)
         if replace and handle is None:
@@ -159,7 +176,9 @@ class UploadIntake(InlineChunks):
             self._rows.check_quota(user, size, key=key)
         name = clean_name(filename, self._limits)
         cut = dict(split) if split else None
-        return Wanted(user, name, handle, expires_after, checked, replace, cut, split_asked, press, key)
+        return Wanted(
+            user, name, handle, expires_after, checked, replace, cut, split_asked, press, key, kv_ttl
+        )
 
     async def upload(
         self,
@@ -174,10 +193,11 @@ class UploadIntake(InlineChunks):
         split_asked: bool = False,
         press: str | None = None,
         key: KeyLimits = NO_KEY,
+        kv_ttl: int | None = None,
     ) -> UploadOutcome:
         """Do the same as ``add`` on an event loop, which it never blocks (see ``receive``), and return the outcome.
         It is idempotent: uploading the same bytes under the same handle again only restarts the lifetime."""
-        terms = (handle, expires_after, metadata, replace, split, split_asked, press, key)
+        terms = (handle, expires_after, metadata, replace, split, split_asked, press, key, kv_ttl)
         wanted = await asyncio.to_thread(self.admit, user, 1, filename, *terms)
         accept = partial(self._accept, wanted)
         return await receive(self._originals, self._limits.upload_bytes, source, accept)
@@ -230,6 +250,8 @@ class UploadIntake(InlineChunks):
         if not self._intact(old):  # the upload replaces it
             return None
         self._rows.set_expiry(old.owner, old.id, expires_at)
+        if wanted.kv_ttl is not None:
+            self._rows.set_kv_ttl(old.owner, old.id, wanted.kv_ttl)
         if old.state == "failed":  # compiling may succeed this time, especially if the file is cut now
             split = _split(wanted, old.kind, old.pages)
             if split != old.split:
@@ -275,6 +297,7 @@ class UploadIntake(InlineChunks):
             press=wanted.press or "",
             format=format,
             pages=pages,
+            kv_ttl=wanted.kv_ttl,
         )
 
     def _remove(self, files: list[File], state: str | None) -> list[Removed]:

@@ -51,6 +51,28 @@ def test_one_file(mpic, image, tmp_path):
     assert mpic("files", "show", "NOBODY", fails=True).code == "file_not_found"
 
 
+def test_a_file_and_a_cache_are_pinned_prefetched_and_keep_their_kv_for_a_while(mpic, image, tmp_path):
+    show = lambda: json.loads(mpic("files", "show", "CLI_RED", "--json"))
+    assert "IMAGE#CLI_RED is pinned" in mpic("files", "pin", "CLI_RED") and show()["pinned"]
+    assert "pinned" in mpic("files", "show", "CLI_RED")
+    assert "is not pinned" in mpic("files", "pin", "CLI_RED", "--off") and not show()["pinned"]
+    assert "unused for 3,600 s" in mpic("files", "kv-ttl", "CLI_RED", "--kv-ttl", "3600")
+    assert show()["kv_ttl"] == 3600 and show()["expires_at"] is None
+    mpic("files", "kv-ttl", "CLI_RED")
+    assert show()["kv_ttl"] is None
+    assert "is being prefetched" in mpic("files", "prefetch", "CLI_RED")
+    text = tmp_path / "note.txt"
+    text.write_text("A note.")
+    [sent] = json.loads(mpic("upload", text, "--kv-ttl", "60", "--json"))
+    assert sent["kv_ttl"] == 60
+    mpic("files", "delete", sent["id"])
+    [made] = json.loads(mpic("caches", "create", text, "--json"))
+    assert json.loads(mpic("caches", "pin", made["id"], "--json"))["pinned"]
+    assert json.loads(mpic("caches", "kv-ttl", made["id"], "--kv-ttl", "60", "--json"))["kv_ttl"] == 60
+    assert "is being prefetched" in mpic("caches", "prefetch", made["id"])
+    mpic("caches", "delete", made["id"])
+
+
 def test_uploads_are_listed_and_get_other_handles(mpic, image):
     for command in (("ls",), ("files", "list")):
         assert image.id in mpic(*command) and "IMAGE#CLI_RED" in mpic(*command)

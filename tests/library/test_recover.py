@@ -60,16 +60,18 @@ def facts(library):
 def fill(library, clock):
     library.files.add("ann", b"some text", "t.txt", "T", None, {"a": 1})
     clock.now += 1
-    image = library.files.add("bob", encoded(), "ü.png", "I", 10**6)
+    image = library.files.add("bob", encoded(), "ü.png", "I", 10**6, kv_ttl=7)
     clock.now += 1
     library.files.pin("bob", image.id)
     library.files.add("ann", b"another", "a.txt", "A", split={"mode": "fixed", "tokens": 3, "overlap": 0})
     split = {"mode": "none"}
-    library.caches.create(
+    cache = library.caches.create(
         "ann", [CachedText("one", 0, 3), CachedText("two", 3, 6)], name="C", split=split, ttl=60
     )
+    library.caches.keep_kv("ann", cache.id, 8)
     clock.now += 1
-    asyncio.run(library.references.add(b"old", "r.txt", title="R", metadata={"k": "v"}, id="ref_1"))
+    more = {"metadata": {"k": "v"}, "id": "ref_1", "expires_after": 10**6, "synced_from": "/srv"}
+    asyncio.run(library.references.add(b"old", "r.txt", title="R", **more))
     library.references.pin("ref_1")
     asyncio.run(library.references.replace("ref_1", b"new", title="R 2", description="d"))
     library.references.collect_retired()

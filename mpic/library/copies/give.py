@@ -79,6 +79,7 @@ def _file(library: Library, file: File, target: str, unnamed: dict[str, File]) -
                 metadata=file.metadata,
                 split=file.split,
                 press=file.press or None,
+                kv_ttl=file.kv_ttl,
             )
         if file.pinned:
             library.files.pin(target, kept.id)

@@ -46,6 +46,32 @@ class Source(NamedTuple):
     replaced: bool
 
 
+class ExpiredChunk(NamedTuple):
+    """A form of a content that nobody has used for too long; with ``last`` it was the last form of it."""
+
+    row: ChunkRow
+    owner: str
+    content: ChunkKey
+    last: bool
+
+
+NEVER = 1 << 40
+"""Seconds that no chunk lives."""
+UNUSED = """
+    SELECT key, path, bytes, owner, kind, digest FROM chunks AS c
+    WHERE tier = 'disk' AND state = 'ready' AND last_used <= :before AND CASE WHEN owner = :shared THEN
+        last_used <= :now - :default
+        AND NOT EXISTS (SELECT 1 FROM refs AS f WHERE f.digest = c.digest AND f.kind = c.kind AND f.pinned)
+    ELSE
+        NOT EXISTS (
+            SELECT 1 FROM contents AS f WHERE f.owner = c.owner AND f.digest = c.digest AND f.kind = c.kind
+            AND (f.pinned OR c.last_used > :now - COALESCE(f.kv_ttl, :default)))
+        AND (last_used <= :now - :default OR EXISTS (
+            SELECT 1 FROM contents AS f WHERE f.owner = c.owner AND f.digest = c.digest AND f.kind = c.kind))
+    END"""
+"""The chunks that were not used for as long as they are kept. One that several files hold is kept for the longest."""
+
+
 class ChunkRows:
     """Compiled chunks. Their state is ``ready``, or the reason why they are gone (``evicted | expired | corrupt |
     missing``)."""
@@ -173,6 +199,34 @@ class ChunkRows:
             sql = "UPDATE chunks SET state = 'evicted', why = ? WHERE key = ?"
             db.executemany(sql, [(why, held.key.key) for held, why in gone])
         return [(held.key, why) for held, why in gone]
+
+    def expire(self, default: int) -> list[ExpiredChunk]:
+        """Mark chunks as expired that were used for the last time longer ago than every file of their content says
+        (``kv_ttl``), and return them. Pinned ones stay.
+
+        Args:
+            default: seconds for contents of which no file says so; 0: for ever.
+        """
+        values = {"default": default or NEVER, "shared": SHARED}
+        least = self._catalog.read("SELECT MIN(kv_ttl) FROM files WHERE kv_ttl IS NOT NULL")[0][0] or NEVER
+        before = self._clock() - min(least, values["default"])
+        if before <= 0 or not self._catalog.read(UNUSED, **values, now=self._clock(), before=before):
+            return []
+        with self._catalog.write() as db:
+            self._write_touched(db)
+            rows = db.execute(UNUSED, values | {"now": self._clock(), "before": before}).fetchall()
+            sql = "UPDATE chunks SET state = 'expired', last_used = ? WHERE key = ?"
+            db.executemany(sql, [(self._clock(), row["key"]) for row in rows])
+            left = "SELECT 1 FROM chunks WHERE owner = ? AND kind = ? AND digest = ? AND state = 'ready'"
+            return [
+                ExpiredChunk(
+                    ChunkRow(row["key"], row["path"], row["bytes"]),
+                    row["owner"],
+                    ChunkKey(row["kind"], row["digest"]),
+                    not db.execute(left, (row["owner"], row["kind"], row["digest"])).fetchone(),
+                )
+                for row in rows
+            ]
 
     def pinned(self, owner: str, chunk: ChunkKey) -> bool:
         """Return whether a pinned file or reference of this owner holds this content."""

@@ -42,7 +42,7 @@ REASONS = {"evicted": "evicted", "expired": "expired", "corrupt": "corrupt", "mi
 
 COUNTERS = (
     *("requested", "hits", "missing", "corrupt", "unreadable", "saved"),
-    *("evicted", "evicted_quota", "evicted_budget", "evicted_share"),
+    *("evicted", "evicted_quota", "evicted_budget", "evicted_share", "expired"),
     *("bytes_evicted", "bytes_read", "bytes_written"),
 )
 
@@ -333,6 +333,16 @@ class DiskStore:
             # the catalogue says that they are deleted, and the next start removes them
             with suppress(OSError):
                 self._filesystem.sync_folder(folder)
+
+    def expire(self, default: int) -> list[tuple[str, ChunkKey]]:
+        """Remove the chunks that nobody has used for as long as they are kept (``ChunkRows.expire``), and return the
+        contents of which none is left, with their owners."""
+        with self.lock:
+            gone = self._rows.expire(default)
+            for one in gone:
+                self._filesystem.try_remove(self.root / one.row.path)
+        self._count(expired=len(gone))
+        return list(dict.fromkeys((one.owner, one.content) for one in gone if one.last))
 
     def flush(self) -> None:
         """Write down when chunks were last used, which is kept in memory between writes."""
