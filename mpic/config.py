@@ -249,6 +249,7 @@ class RetrievalConfig:
         embedder_weights: a tag of open_clip or a file; a folder or hub id has its own weights.
         embedder_device: the torch device of the embedder.
         duplicates: references that are at least this similar to a better one are left out; above 1 disables this.
+        approximate_from: number of references from which the search of their vectors is approximate (IVF); 0: never.
         call_opens: text that starts a tool call, for models whose chat template does not show it.
         call_closes: text that ends a tool call.
     """
@@ -257,6 +258,7 @@ class RetrievalConfig:
     embedder_weights: str = ""
     embedder_device: str = "cpu"
     duplicates: float = 0.999
+    approximate_from: int = 100_000
     call_opens: str = ""
     call_closes: str = ""
 

@@ -47,6 +47,8 @@ def citation(hit: SearchHit) -> dict[str, Any]:
         "title": reference.title,
         "kind": reference.kind,
         "score": round(hit.score, 4),
+        "words": None if hit.words is None else round(hit.words, 4),
+        "found_by": list(hit.found_by),
         "thumbnail": f"/v1/references/{reference.id}/thumbnail" if reference.kind == "image" else None,
     }
 
