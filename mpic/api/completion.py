@@ -190,6 +190,7 @@ class RetrievalRound(ClosedObject):
     error: str | None = Field(
         description="why nothing was given: nothing_found, rounds, bad_call, or an error's code"
     )
+    trigger: str = Field("", description="what asked: always (every request), call, prompted, confidence")
 
 
 class UnlinkedHandle(ClosedObject):
