@@ -30,7 +30,7 @@ TRAINED_ON = 64
 
 
 class _IndexCopy:
-    def __init__(self, index: faiss.IndexIDMap2 | faiss.IndexIVFFlat) -> None:
+    def __init__(self, index: Any) -> None:
         self.index = index
         self.ids: set[int] = set(_ids(index))
         self.readers = 0
@@ -63,7 +63,7 @@ class VectorIndex:
     @property
     def kind(self) -> str:
         """Return what serves, in words."""
-        index = self._shown.index
+        index: Any = self._shown.index
         if not _is_ivf(index):
             return "flat (exact)"
         return f"IVF (approximate: the {index.nprobe:,} nearest of {index.nlist:,} lists)"
@@ -88,17 +88,16 @@ class VectorIndex:
             k = min(k, side.index.ntotal if among is None else len(among))
             if k == 0:
                 return []
-            options: dict[str, Any] = {}
+            index, options = side.index, {}
             if among is not None:
                 options["sel"] = faiss.IDSelectorBatch(np.asarray(among, np.int64))
             row = np.ascontiguousarray(query[None], np.float32)
-            if not _is_ivf(side.index):
-                found_in = [faiss.SearchParameters(**options)]
-            else:  # all lists where the ids are given, or where the nearest ones have too few
-                few = [side.index.nprobe] if among is None else []
-                found_in = [faiss.SearchParametersIVF(nprobe=n, **options) for n in (*few, side.index.nlist)]
-            for parameters in found_in:
-                scores, ids = side.index.search(row, k, params=parameters)
+            ways = [faiss.SearchParameters(**options)]
+            if _is_ivf(index):  # all lists where the ids are given, or where the nearest ones have too few
+                lists = [index.nlist] if among is not None else [index.nprobe, index.nlist]
+                ways = [faiss.SearchParametersIVF(nprobe=n, **options) for n in lists]  # ty: ignore[unknown-argument] (faiss adds it at import)
+            for way in ways:
+                scores, ids = index.search(row, k, params=way)
                 if ids[0, -1] >= 0:
                     break
         found = ids[0] >= 0
@@ -196,7 +195,7 @@ class VectorIndex:
             change(self._other)
 
 
-def _is_ivf(index: faiss.Index) -> bool:
+def _is_ivf(index: Any) -> bool:
     return isinstance(index, faiss.IndexIVFFlat)
 
 
@@ -218,7 +217,7 @@ def _trained(vectors: np.ndarray) -> faiss.IndexIVFFlat:
     return index
 
 
-def _ids(index: faiss.IndexIDMap2 | faiss.IndexIVFFlat) -> list[int]:
+def _ids(index: Any) -> list[int]:
     if not _is_ivf(index):
         return faiss.vector_to_array(index.id_map).tolist()
     lists = index.invlists

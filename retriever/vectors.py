@@ -62,7 +62,8 @@ class Vectors:
             self.opened_from = f"rebuilt: {'no file' if isinstance(error, FileNotFoundError) else error}"
             self._rebuild()
         self.mismatch = self.rows.others()
-        self.words, self.wordless = None, []
+        self.words: Words | None = None
+        self.wordless: list[int] = []
         if available():
             path.parent.mkdir(0o700, exist_ok=True)
             self.words = Words(path.with_suffix(".words"))

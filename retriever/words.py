@@ -20,7 +20,7 @@ from mpic.durable import FileSystem
 
 NAME = "the index of the references' words"
 ADVICE = "stop the server and delete the folder's index/*.words; the next start makes it anew"
-MOST_WORDS = 64
+MOST_WORDS = 32
 """Most words of a query that are searched for, the first ones."""
 UNSPACED = (
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"

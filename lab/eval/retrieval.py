@@ -6,7 +6,8 @@ only in the library (``form`` question of its ``queries.jsonl``), greedy, exact 
 with ``auto``, and with the right reference in the prompt where the model expects one. *Searches*: how often the model
 asks when it must (those questions) and when it need not (held-out questions about what is in the context). *Asking*:
 the same by what asks (``mpic.retrieval.trigger``): *recall* is the share of those questions that are searched for, and
-*precision* the share of the searches that had to be made.
+*precision* the share of the searches that had to be made. There, with a trigger other than the model's own call, the
+token that begins one is never drawn, as if the model had none.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import asyncio
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image
 from rich.box import SIMPLE
 from rich.console import Console
@@ -29,12 +32,15 @@ from mpic.config import EngineConfig, RetrievalConfig, bundled_model
 from mpic.data.bundled import generation_for
 from mpic.engine import load_engine
 from mpic.engine.base import Delta, Engine, GenerationRequest, Sampling
+from mpic.engine.native import engine as module
+from mpic.engine.native.sampling import Drawing
 from mpic.library import Library
 from mpic.library.copies.bulk_import import LibraryTarget, import_references
 from mpic.link import parse_policy
 from mpic.model.dtype_choice import dtype_for_results
 from mpic.model.load import choose_device
 from mpic.prompt import ChatTemplate, build_prompt
+from mpic.prompt.calls import OPENS
 from mpic.prompt.segments import Prompt
 from mpic.retriever import Embedder, Query, Retriever, SearchHit
 from mpic.server.resolver import LibraryResolver
@@ -244,8 +250,9 @@ def asking(setup: RetrievalSetup, queries: Sequence[dict[str, Any]], questions: 
     need_not = [asked for task in CONTEXT_TASKS for asked in in_context(setup, task, questions)]
     rows = []
     for options in ASKING:
-        got = setup.run([setup.asks(messages, options) for messages in must])
-        spare = setup.run([setup.asks(messages, options) for messages in need_not])
+        with muted(setup.template, OPENS) if options["trigger"] != "call" else nullcontext():
+            got = setup.run([setup.asks(messages, options) for messages in must])
+            spare = setup.run([setup.asks(messages, options) for messages in need_not])
         asked, too_often = (sum(bool(g.usage.retrieval) for g in some) for some in (got, spare))
         right = sum(g.text.strip() == q["answer"] for g, q in zip(got, queries, strict=True))
         rows.append(
@@ -258,6 +265,23 @@ def asking(setup: RetrievalSetup, queries: Sequence[dict[str, Any]], questions: 
             }
         )
     return rows
+
+
+@contextmanager
+def muted(template: ChatTemplate, token: str) -> Iterator[None]:
+    """Keep the native engine from drawing a token; its probability is 0."""
+    banned = template.tokenizer.convert_tokens_to_ids(token)
+
+    def drawing(logits: torch.Tensor, *rest: Any) -> Drawing:
+        with torch.inference_mode():
+            logits[:, banned] = float("-inf")
+        return Drawing(logits, *rest)
+
+    module.Drawing = drawing  # ty: ignore[invalid-assignment]
+    try:
+        yield
+    finally:
+        module.Drawing = Drawing
 
 
 def texts_of(content: str | Sequence[dict[str, Any]]) -> list[str]:

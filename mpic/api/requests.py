@@ -312,10 +312,10 @@ class RetrievalOptions(Strict):
         description="what asks (`auto`): `call`, the model, by its search tokens or a tool; `prompted`, the model, by "
         "a line `SEARCH: words` at the start of its answer, of which the system message tells it; `confidence`, the "
         "server, with the last user message, where the first tokens are improbable. Default: `call` if the model has "
-        "such tokens or tools, else `prompted`",
+        "such tokens or tools, else `prompted`, without a chat template `confidence`",
     )
     confidence: float = Field(
-        0.5,
+        0.7,
         gt=0,
         le=1,
         description="`confidence`: search where the geometric mean of the first 4 tokens' probabilities is below",

@@ -258,15 +258,23 @@ def prompt_with_search(
 def search_of(
     searcher: Searcher, template: ChatTemplate, config: RetrievalConfig, question: Query
 ) -> AutoRetrieval:
-    """Return the search of a request by the trigger that its options name, or by the model's own: its calls if it has
-    any, else the prompted line. Raise UnsupportedParameter if the model cannot do so."""
-    trigger, own = searcher.options.trigger, token_call_style(template, config)
-    if trigger is None:
-        with suppress(UnsupportedParameter):
+    """Return the search of a request by the trigger that its options name. Where they name none, it is the model's own
+    call if it has one, else the prompted line, and for a model without a chat template, which has not learnt to follow
+    instructions, its confidence.
+
+    Raises:
+        UnsupportedParameter: the model cannot do so.
+    """
+    trigger = searcher.options.trigger
+    if trigger in (None, "call"):
+        try:
             return AutoRetrieval(searcher, template, call_style(template, config))
-    if trigger == "call":
-        return AutoRetrieval(searcher, template, call_style(template, config))
-    return AutoRetrieval(searcher, template, own or turn_style(template), trigger or "prompted", question)
+        except UnsupportedParameter:
+            if trigger == "call":
+                raise
+            trigger = "prompted" if template.own else "confidence"
+    style = token_call_style(template, config) or turn_style(template)
+    return AutoRetrieval(searcher, template, style, trigger, question)
 
 
 def with_protocol(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

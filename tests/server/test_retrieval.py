@@ -305,6 +305,15 @@ async def test_a_model_without_calls_is_told_of_the_line_unless_another_trigger_
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "mpic.retrieval.trigger"
 
 
+async def test_a_model_without_a_chat_template_is_asked_by_its_confidence(qwen, monkeypatch):
+    template = qwen.app.state.mpic.template
+    monkeypatch.setattr(template, "abilities", replace(template.abilities, tools=False))
+    monkeypatch.setattr(type(template), "own", False)
+    qwen.words[:], qwen.probability[:] = ["Perhaps it is", "No.<|im_end|>"], [0.2]
+    _, _, (round,) = await asked(qwen, "Where?", 60, "auto")
+    assert (round["trigger"], round["query"], round["error"]) == ("confidence", "Where?", "nothing_found")
+
+
 async def test_always_and_the_models_own_call_are_named_too(demo):
     await add(demo, "ref_ladder", b"The code of the ladder is 104.", title="Ladder")
     for how, name in (("always", "always"), ("auto", "call")):
