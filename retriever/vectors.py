@@ -106,7 +106,7 @@ class Vectors:
             self.words.remove(left)
 
     def add_words(self, words: Sequence[tuple[int, str]], most: int) -> None:
-        """Add the words of those of the first ``most`` ``wordless`` that have any."""
+        """Add words by id, those that are found of the first ``most`` of ``wordless``, which are done with then."""
         assert self.words is not None  # otherwise there are no wordless
         known = self.rows.some([id for id, _ in words])
         self.words.put(one for one in words if one[0] in known)

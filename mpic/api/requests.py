@@ -315,7 +315,7 @@ class RetrievalOptions(Strict):
         "such tokens or tools, else `prompted`, without a chat template `confidence`",
     )
     confidence: float = Field(
-        0.7,
+        0.5,
         gt=0,
         le=1,
         description="`confidence`: search where the geometric mean of the first 4 tokens' probabilities is below",

@@ -132,9 +132,9 @@ class AutoRetrieval(Retrieval):
 
     def search(self, call: str) -> SearchResult:
         query = self._asked(call)
+        self._call, self._query = call, "" if query is None else query.text
         if query is None:
             return SearchResult(call, (), "bad_call")
-        self._call, self._query = call, query.text
         hits = []
         for hit in self._searcher.find(query):
             with suppress(MPICError):  # the reference was removed meanwhile
