@@ -251,6 +251,7 @@ class RetrievalConfig:
         embedder_weights: a tag of open_clip or a file; a folder or hub id has its own weights.
         embedder_device: the torch device of the embedder.
         duplicates: references that are at least this similar to a better one are left out; above 1 disables this.
+        approximate_from: number of references from which the search of their vectors is approximate (IVF); 0: never.
         sync_references: a folder, or a .jsonl file with a reference a line, with which the server keeps the references
             in step: new entries are added, and those that it has added and that are gone are removed. Default: none.
         sync_seconds: time from the end of a sync to the next one.
@@ -262,6 +263,7 @@ class RetrievalConfig:
     embedder_weights: str = ""
     embedder_device: str = "cpu"
     duplicates: float = 0.999
+    approximate_from: int = 100_000
     sync_references: str = ""
     sync_seconds: int = 300
     call_opens: str = ""

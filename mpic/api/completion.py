@@ -47,6 +47,12 @@ class Citation(TypedDict):
     title: str
     kind: Annotated[str, one_of("image", "text")]
     score: Annotated[float, Field(description="similarity to the query, -1 to 1")]
+    words: NotRequired[
+        Annotated[float | None, Field(description="BM25 of the query's words in it; null: not found by them")]
+    ]
+    found_by: NotRequired[
+        Annotated[list[str], Field(description="lists that it was in, fused by rank: `vector`, `words`")]
+    ]
     thumbnail: Annotated[str | None, Field(description="path of a small picture, for images")]
     query: str
 
@@ -184,6 +190,7 @@ class RetrievalRound(ClosedObject):
     error: str | None = Field(
         description="why nothing was given: nothing_found, rounds, bad_call, or an error's code"
     )
+    trigger: str = Field("", description="what asked: always (every request), call, prompted, confidence")
 
 
 class UnlinkedHandle(ClosedObject):

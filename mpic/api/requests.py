@@ -307,6 +307,19 @@ class RetrievalOptions(Strict):
         description="`always`: by the last user message, before the answer; `auto`: when the model asks, while it "
         "answers; what is found is linked at that place",
     )
+    trigger: Literal["call", "prompted", "confidence"] | None = Field(
+        None,
+        description="what asks (`auto`): `call`, the model, by its search tokens or a tool; `prompted`, the model, by "
+        "a line `SEARCH: words` at the start of its answer, of which the system message tells it; `confidence`, the "
+        "server, with the last user message, where the first tokens are improbable. Default: `call` if the model has "
+        "such tokens or tools, else `prompted`, without a chat template `confidence`",
+    )
+    confidence: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="`confidence`: search where the geometric mean of the first 4 tokens' probabilities is below",
+    )
     top_k: StrictInt = Field(1, ge=1, le=16, description="maximum number of references of one search")
     min_score: float | None = Field(None, ge=-1, le=1, description="leave out less similar references")
     filter: Filter | None = Field(

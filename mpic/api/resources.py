@@ -214,6 +214,10 @@ class ReferenceObject(Expiring):
 
 class ReferenceFound(ReferenceObject):
     score: float = Field(description="similarity to the query, -1 to 1")
+    words: float | None = Field(None, description="BM25 of the query's words in it; null: not found by them")
+    found_by: tuple[str, ...] = Field(
+        default=("vector",), description="lists that it was in, fused by rank: `vector`, `words`"
+    )
 
 
 class ReferenceList(ItemPage[ReferenceObject]):
@@ -272,6 +276,10 @@ class IndexState(ApiObject):
     reindexing: bool
     mismatch: tuple[str, ...] = Field(description="other embedders that made vectors: reindex")
     index: str = Field(description="`file`, or the reason why it was rebuilt")
+    kind: str = Field("", description="the index of vectors that serves: flat (exact) or IVF (approximate)")
+    words: int | None = Field(
+        None, description="references whose words are indexed; null: the server's SQLite has no FTS5"
+    )
     problem: str | None = Field(description="the reason why the last batch was not embedded at all")
     failed: tuple[IndexFailure, ...] = Field(description="references that cannot be embedded, the newest 100")
 

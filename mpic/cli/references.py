@@ -194,8 +194,8 @@ def search(
     """Find references by text, by image, or by both."""
     wanted = None if filter is None else read_json(filter, "--filter")
     found = client.references.search(text, image=image, top_k=top_k, min_score=min_score, filter=wanted)
-    rows = [(f"{one.score:.3f}", one.kind, one.title, one.id) for one in found]
-    print_listing(found, as_json, ("score", "kind", "title", "id"), rows, "nothing found")
+    rows = [(f"{one.score:.3f}", " + ".join(one.found_by), one.kind, one.title, one.id) for one in found]
+    print_listing(found, as_json, ("score", "found by", "kind", "title", "id"), rows, "nothing found")
 
 
 @client_command(app, "import")
@@ -255,7 +255,9 @@ def reindex(
         print_json(state)
     else:
         name = f"{state.embedder['architecture']} ({state.embedder['weights'][:12]})"  # ty: ignore[not-subscriptable] (the digest is a string)
-        out.print(f"{state.vectors:,} of {state.references:,} references indexed by {name}")
+        out.print(f"{state.vectors:,} of {state.references:,} references indexed by {name}, {state.kind}")
+        if state.words is None:
+            out.print("found by vectors alone: the server's SQLite has no FTS5, which finds words")
     if state.problem:
         err.print(f"problem: {state.problem}", style="red")
     for failed in state.failed:

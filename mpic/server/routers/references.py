@@ -131,7 +131,10 @@ def _search(body: ReferenceSearch, state: State) -> ReferencesFound:
     except (InvalidUpload, TooLarge) as error:  # the image was not accepted
         error.param = "image"
         raise
-    found = (_show(hit.reference, ReferenceFound, score=hit.score) for hit in hits)
+    found = (
+        _show(hit.reference, ReferenceFound, score=hit.score, words=hit.words, found_by=hit.found_by)
+        for hit in hits
+    )
     return ReferencesFound(data=tuple(found))
 
 
@@ -240,7 +243,7 @@ async def _added(request: Request, state: State, reference: Reference) -> Refere
     return _show(reference)
 
 
-def _show(reference: Reference, kind: type[T] = ReferenceObject, **more: float) -> T:  # ty: ignore[invalid-parameter-default] (T is then that)
+def _show(reference: Reference, kind: type[T] = ReferenceObject, **more: Any) -> T:  # ty: ignore[invalid-parameter-default] (T is then that)
     thumbnail = f"/v1/references/{reference.id}/thumbnail" if reference.kind == "image" else None
     return shown(kind, reference, thumbnail=thumbnail, synced=bool(reference.synced_from), **more)
 
