@@ -161,9 +161,7 @@ class Linker:
                 own = own[header : len(own) - trailer]
             ids += self.wrapped(own.tolist(), policy.wrapping)
         order = make_link_order(make_plan(shapes, policy), names, shared)
-        if shared:
-            ids = [token for lo, hi in order.rows for token in ids[lo:hi]]
-        return ids, order, inputs
+        return order.ids(ids), order, inputs
 
     def link(self, prompt: Prompt, policy: str, salt: str | None = None, **changes: Any) -> tuple[dict, dict]:
         """Return a prompt and its ``kv_transfer_params`` for ``run``."""

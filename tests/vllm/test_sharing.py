@@ -6,19 +6,22 @@ import pytest
 import vllm_kit as kit
 from engine_kit import ids, image_chunk, prompt_of, text_chunk
 from families import random_image
-from vllm_links import Linker, assert_close, engine
+from vllm_links import Linker, assert_close, engine, random_adapter
 
 from mpic.engine.vllm.wire import mapped
 
 FAMILIES = kit.quick_or_parity(("llama", "qwen3_vl"))
 POLICIES = ["mpic-0", "mpic-4", "mpic-16", "legolink-4", "attnlink-4", "block-1", "random-30", "reuse"]
+POLICIES += ["packet", "packet-7"]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def linker(request, tmp_path_factory):
     files = tmp_path_factory.mktemp("chunks")
-    with engine(kit.checkpoint(request.param), files, {"sharing": True}) as llm:
-        yield Linker(llm, request.param, files)
+    soft, path = random_adapter(request.param), tmp_path_factory.mktemp("packet") / "adapter.safetensors"
+    soft.save(path)
+    with engine(kit.checkpoint(request.param), files, {"sharing": True, "packet": str(path)}) as llm:
+        yield Linker(llm, request.param, files, soft)
 
 
 def chunks_of(name: str):

@@ -92,6 +92,20 @@ class LinkOrder:
         """The number of computed tokens."""
         return sum(hi - lo for lo, hi in self.rows)
 
+    def ids(self, whole: Sequence[int]) -> list[int]:
+        """Return the token ids that vLLM is given for a prompt whose ids are ``whole``."""
+        if not self.shared:
+            return list(whole)
+        return [token for lo, hi in self.rows for token in whole[lo:hi]]
+
+    def salt(self, salt: str) -> str:
+        """Return the cache salt of a request. Where vLLM is given the computed tokens alone, their ids do not say where
+        they stand, so the salt does: it is the same for two prompts of which one begins with the other."""
+        if not self.shared:
+            return salt
+        layout = [self.rows[:-1], self.rows[-1][0], [ref[1:] for ref in self.chunks]]
+        return hashlib.sha256(json.dumps([salt, layout]).encode()).hexdigest()
+
     def params(self) -> dict[str, Any]:
         """Return the value of ``kv_transfer_params``."""
         body = asdict(self)

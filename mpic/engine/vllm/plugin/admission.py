@@ -50,6 +50,7 @@ class TrackedRequest:
 
     Attributes:
         load: its chunks, pinned; None for a compile, and for a shared link that needs nothing from files.
+        loaded: number of the chunks that were not resident, of a shared link.
         loading: numbers of the chunks that are in ``load``, of a shared link.
         late: the time after which chunks that are not in memory are computed; None until the scheduler first asks.
         rows: sequence indices that are computed, once that is decided.
@@ -66,6 +67,7 @@ class TrackedRequest:
     order: LinkOrder | CompileOrder | None
     load: FileLoad | None = None
     loading: frozenset[int] = frozenset()
+    loaded: int = 0
     late: float | None = None
     rows: np.ndarray | None = None
     chunks: tuple[PlacedChunk, ...] = ()
@@ -99,6 +101,8 @@ class TrackedRequest:
                 "place_ms": 1e3 * self.place_seconds,
                 "fallback": self.fallback,
             }
+            if self.order.shared:
+                body["loaded"] = self.loaded
         return {FIELD: body}
 
 
@@ -414,7 +418,11 @@ class Admission:
         order, request = tracked.order, tracked.request.request_id
         tracked.rows = np.concatenate([np.arange(lo, hi) for lo, hi in order.rows])
         tracked.hit = int(tracked.rows[before]) if before < len(tracked.rows) else order.length
-        found = tuple(spans(order, self.shared.pinned(request)))
+        pinned = self.shared.pinned(request)
+        tracked.loaded, found = (
+            sum(one.source is not None for one in pinned.values()),
+            tuple(spans(order, pinned)),
+        )
         made.shared[request] = SharedStart(order.length, order.rows, found, tracked.chunks)
         if tracked.load is not None:
             tracked.load_seconds = tracked.load.seconds or 0.0
