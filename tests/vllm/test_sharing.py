@@ -9,6 +9,7 @@ from families import random_image
 from vllm_links import Linker, assert_close, engine, random_adapter
 
 from mpic.engine.vllm.wire import mapped
+from mpic.errors import ModelRefused
 
 FAMILIES = kit.quick_or_parity(("llama", "qwen3_vl"))
 POLICIES = ["mpic-0", "mpic-4", "mpic-16", "legolink-4", "attnlink-4", "block-1", "random-30", "reuse"]
@@ -43,6 +44,16 @@ def test_a_link_that_maps_resident_chunks_equals_the_oracle(linker, policy):
     prompt = prompt_for(linker.name)
     (answer,) = linker.run(*zip(linker.link(prompt, policy, shared=True)))
     assert_close(answer, linker.expected(prompt, policy))
+
+
+def test_without_a_compiler_spans_are_gathered_by_torch(linker, monkeypatch):
+    from mpic.engine.vllm.plugin import span_attention
+
+    monkeypatch.setattr(span_attention, "kernel_for", lambda *_: None)
+    monkeypatch.setattr(span_attention, "SCORES", 4 * 200 * 9)  # a prompt's rows take several rounds
+    prompt = prompt_for(linker.name)
+    asked = [linker.link(prompt, "mpic-16", shared=True), (plain(linker), None)]
+    assert_close(linker.run(*zip(*asked, strict=True))[0], linker.expected(prompt, "mpic-16"))
 
 
 def scheduler_of(linker):
@@ -104,3 +115,21 @@ def test_a_later_turn_finds_its_own_blocks_and_maps_its_chunks_again(linker):
     assert answer.report["prefix_hit"] > 40 + 4 and answer.ids == linker.expected(second, "mpic-4")[0]
     length = linker.order(second, "mpic-4")[1].length
     assert sum(answer.report[name] for name in ("prefix_hit", "recomputed", "reused")) == length
+
+
+def test_a_worker_whose_attention_does_not_turn_queries_is_refused(linker, monkeypatch):
+    """The last test: it clears the cache."""
+    from mpic.engine.vllm.plugin.selftest import self_test
+
+    shared = shared_of(linker)
+    runner = linker.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    by = runner.rotation.by
+    monkeypatch.setattr(runner.rotation, "by", lambda delta: by(delta) if delta > 0 else None)
+    with pytest.raises(ModelRefused, match="where they stand"):
+        self_test(runner, sharing=True)
+    monkeypatch.undo()
+    self_test(runner, sharing=True)
+    assert scheduler_of(linker).reset_prefix_cache() and not shared._resident
+    prompt = prompt_for(linker.name)
+    (answer,) = linker.run(*zip(linker.link(prompt, "mpic-4", shared=True)))
+    assert_close(answer, linker.expected(prompt, "mpic-4"))

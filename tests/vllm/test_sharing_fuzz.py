@@ -104,21 +104,25 @@ class Life:
             write(self.folder / path, ChunkKV(key, inputs, torch.zeros(3, 2, 2, tokens, 32)))
         return path, key.digest, ids
 
-    def _request(self, ids, tokens: int, order=None):
+    def _request(self, ids, tokens: int, order=None, salt: str = ""):
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
         extra = {"kv_transfer_params": order.params()} if order is not None else None
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, extra_args=extra)
         name = next(self._names)
-        request = Request(name, ids, sampling, None, cache_salt=f"salt {name}", block_hasher=self._hasher)
+        request = Request(
+            name, ids, sampling, None, cache_salt=salt or f"salt {name}", block_hasher=self._hasher
+        )
         self.scheduler.add_request(request)
         return request
 
     def plain(self, tokens: int, answer: int):
         return self._request([1] * tokens, answer)
 
-    def link(self, chunks, head: int = 4, text: int = 7, answer: int = 5, shared: bool = True):
+    def link(
+        self, chunks, head: int = 4, text: int = 7, answer: int = 5, shared: bool = True, salt: str = ""
+    ):
         """Add a link of chunks, by number, with text before, between and behind them."""
         refs, rows, ids, at = [], [], [], 0
         for number in chunks:
@@ -131,7 +135,7 @@ class Life:
         rows.append((at, at + text))
         length = at + text
         order = LinkOrder(length, length, tuple(rows), tuple(refs), shared)
-        return self._request(ids + [1] * text, answer, order)
+        return self._request(ids + [1] * text, answer, order, salt)
 
     def abort(self, request: str) -> None:
         from vllm.v1.request import RequestStatus
@@ -311,13 +315,16 @@ def test_a_chunk_that_is_taken_while_a_link_reads_its_other_ones_is_read_as_well
 def test_a_chunk_that_cannot_be_placed_ends_those_who_map_it_and_is_read_anew_for_the_next(live):
     life = live()
     life.unreadable.add(life.refs[1][1])
-    hurt, well = [life.link([0, 1]), life.link([1], text=40)], life.link([0, 2])
+    hurt, well = [life.link([0, 1]), life.link([1], text=40, salt="same")], life.link([0, 2])
     life.run()
     assert [life.ended[one.request_id] for one in hurt] == ["error"] * 2
     assert life.ended[well.request_id] == "length"
     assert {one.key for one in life.shared._resident} == {life.refs[0][1], life.refs[2][1]}
     life.unreadable.clear()
-    again = life.link([1, 0])
+    again = life.link([1], text=40, salt="same")
+    assert life.scheduler.kv_cache_manager.get_computed_blocks(again)[1] == 0, (
+        "computed over what was not there"
+    )
     life.run()
     assert life.ended[again.request_id] == "length" and life.checked
 

@@ -11,8 +11,8 @@ import torch
 from mpic.engine.vllm.plugin.key_rotation import KeyRotation
 from mpic.engine.vllm.plugin.kv_import import PagedWrite
 from mpic.engine.vllm.plugin.paged_cache import PagedCache
-from mpic.engine.vllm.plugin.shared_rows import MappedSpan
 from mpic.engine.vllm.plugin.step_messages import LinkStart, PlacedChunk, SharedStart
+from mpic.kernels.paged_spans import MappedSpan
 from mpic.link import Ranges
 
 
@@ -78,7 +78,7 @@ class SharedLink(PlacedPrompt):
     def __init__(self, start: SharedStart, rotation: KeyRotation) -> None:
         super().__init__(start.length, start.rows, start.chunks)
         self.spans = [
-            MappedSpan(torch.tensor(span.blocks), span.lo, span.hi, span.row, rotation.by(-span.base))
+            MappedSpan(np.array(span.blocks, np.int32), span.lo, span.hi, span.row, rotation.by(-span.base))
             for span in start.spans
         ]
         self.behind = start.length - len(self.computed)

@@ -39,9 +39,10 @@ from mpic.engine.vllm.plugin.key_rotation import KeyRotation
 from mpic.engine.vllm.plugin.kv_import import PagedWrite, place_on_cpu
 from mpic.engine.vllm.plugin.paged_cache import PagedCache
 from mpic.engine.vllm.plugin.placement import Placement, TransferBuffers
-from mpic.engine.vllm.plugin.shared_rows import SharedRows, SpanMetadata
+from mpic.engine.vllm.plugin.shared_rows import SpanMetadata
 from mpic.engine.vllm.plugin.step_messages import ChunkFill, EndReason, StepReport
 from mpic.errors import CorruptFile
+from mpic.kernels.paged_spans import SharedRows
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -209,8 +210,8 @@ class LinkRunner:
             if isinstance(link, SharedLink):
                 rows = slice(int(offsets[row]), int(offsets[row]) + count)
                 links.append(LinkedRequest(row, rows.start, link, link.tokens(lo, lo + count)))
-                blocks = torch.tensor(self.block_ids(request)[: -(-(lo + count) // self.paged.block)])
-                shared.append(SharedRows(rows, lo, blocks, link.spans))
+                held = self.block_ids(request)[: -(-(lo + count) // self.paged.block)]
+                shared.append(SharedRows(rows, lo, np.array(held, np.int32), link.spans))
                 others[rows] = False
                 continue
             if link is None or lo >= link.length:

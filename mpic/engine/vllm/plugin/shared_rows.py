@@ -1,41 +1,14 @@
-"""The rows of a step that map resident chunks, as they go from the model runner to the attention backend."""
+"""The attention metadata of a step with rows that map resident chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from mpic.kernels.attention import QueryRotation
-
-
-class MappedSpan(NamedTuple):
-    """A span (``step_messages.ResidentSpan``) as attention sees it: its blocks ``[n]``, tokens from ``lo`` to ``hi`` of
-    them, the first own token that sees it, and the rotation of queries (None for none)."""
-
-    blocks: torch.Tensor
-    lo: int
-    hi: int
-    row: int
-    turn: QueryRotation | None
-
-
-class SharedRows(NamedTuple):
-    """Rows of one request in a step.
-
-    Args:
-        rows: its rows of the step.
-        index: index in vLLM's sequence of the first of them.
-        blocks: ``[n]`` the request's own blocks.
-        spans: what it maps, in prompt order.
-    """
-
-    rows: slice
-    index: int
-    blocks: torch.Tensor
-    spans: Sequence[MappedSpan]
+from mpic.kernels.paged_spans import PagePlan, SharedRows
 
 
 @dataclass
@@ -51,3 +24,10 @@ class SpanMetadata:
     stock: Any
     index: torch.Tensor
     shared: Sequence[SharedRows]
+    _plans: dict[int, PagePlan] = field(default_factory=dict)
+
+    def plan(self, group: int) -> PagePlan:
+        """Return the rows that map chunks, for all layers in which ``group`` heads share a key head."""
+        if group not in self._plans:
+            self._plans[group] = PagePlan(self.shared, group)
+        return self._plans[group]

@@ -4,23 +4,33 @@ Rows of plain requests go to vLLM's own forward. Rows of links that map resident
 which are vLLM's sequence, and to spans of chunks, which lie in the same cache with keys as they were compiled: for each
 span the query is rotated by minus its base (``mpic.kernels.attention``). Both write into the same output. In a step
 without such links, the backend is vLLM's.
+
+The spans are read in place by a kernel in C (``mpic.kernels.paged_spans``), or, where it cannot be built, gathered by
+torch, slowly.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from vllm.logger import init_logger
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from mpic.engine.vllm.plugin.paged_cache import halves
-from mpic.engine.vllm.plugin.shared_rows import SharedRows, SpanMetadata
+from mpic.engine.vllm.plugin.shared_rows import SpanMetadata
 from mpic.errors import ModelRefused
+from mpic.kernels import paged_spans
 from mpic.kernels.attention import rotate
+from mpic.kernels.c_kernel import KernelUnavailable
+from mpic.kernels.paged_spans import PagedSpans, SharedRows
 
+logger = init_logger(__name__)
 SCORES = 1 << 24
 """Scores that are held at once."""
 
@@ -74,11 +84,20 @@ class SpanAttention(CPUAttentionBackendImpl):
             rows = (each[index] for each in (query, key, value))
             some = torch.empty_like(output[index])
             output[index] = forward(layer, *rows, kv_cache, stock, some, *args, **options)
+        group = self.num_queries_per_kv
+        kernel = kernel_for(self.head_size, kv_cache.shape[2], group)
+        if kernel is not None:
+            kernel.attend(query, kv_cache, attn_metadata.plan(group), self.scale, output.view_as(query))
+            return output
         for one in shared:
-            output[one.rows] = attend_shared(query[one.rows], kv_cache, one, self.scale).view_as(
-                output[one.rows]
-            )
+            attended = attend_shared(query[one.rows], kv_cache, one, self.scale)
+            output[one.rows] = attended.view_as(output[one.rows])
         return output
+
+
+def is_ours(layer: Any) -> bool:
+    """Return whether an attention layer of vLLM's maps resident chunks."""
+    return isinstance(layer.impl, SpanAttention)
 
 
 def register(sharing: bool) -> None:
@@ -89,6 +108,16 @@ def register(sharing: bool) -> None:
     else:
         backend.clear_override()
     selector._cached_get_attn_backend.cache_clear()
+
+
+@functools.cache
+def kernel_for(head_dim: int, block: int, group: int) -> PagedSpans | None:
+    """Return the kernel that reads spans in place; None where it cannot be built."""
+    try:
+        return paged_spans.load(head_dim, block, group)
+    except KernelUnavailable as error:
+        logger.warning("shared chunks are gathered by torch, slowly: %s", error)
+        return None
 
 
 def attend_shared(query: torch.Tensor, cache: torch.Tensor, one: SharedRows, scale: float) -> torch.Tensor:
@@ -121,11 +150,11 @@ def attend_shared(query: torch.Tensor, cache: torch.Tensor, one: SharedRows, sca
     return out
 
 
-def _read(cache: torch.Tensor, blocks: torch.Tensor, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _read(cache: torch.Tensor, blocks: np.ndarray, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values ``[kv_heads, hi - lo, head_dim]`` of some blocks' tokens."""
     block = cache.shape[2]
     first, last = lo // block, -(-hi // block)
-    keys, values = halves(cache[blocks[first:last]], on_cpu=True)
+    keys, values = halves(cache[torch.from_numpy(blocks[first:last])], on_cpu=True)
     within = slice(lo - first * block, hi - first * block)
     return keys[:, within], values[:, within]
 

@@ -90,7 +90,11 @@ class LinkWorker(PlatformWorker):
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )
         runner.enable_links(PagedCache.of(self.vllm_config, context, block, backends))
-        self_test(runner)
+        if self._sharing and not all(map(span_attention.is_ours, runner.paged.attention)):
+            raise ModelRefused(
+                "sharing chunks in vLLM: its layers have another attention; switch vllm_sharing off"
+            )
+        self_test(runner, self._sharing)
         connector.attach(runner)
 
     def key_rotation(self) -> tuple[list[float], bool]:
