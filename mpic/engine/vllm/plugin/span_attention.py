@@ -82,7 +82,7 @@ class SpanAttention(CPUAttentionBackendImpl):
         stock, index, shared = attn_metadata.stock, attn_metadata.index, attn_metadata.shared
         if stock is not None:
             rows = (each[index] for each in (query, key, value))
-            some = torch.empty_like(output[index])
+            some = output.new_empty(len(index), *output.shape[1:])
             output[index] = forward(layer, *rows, kv_cache, stock, some, *args, **options)
         group = self.num_queries_per_kv
         kernel = kernel_for(self.head_size, kv_cache.shape[2], group)
