@@ -160,6 +160,8 @@ class EngineConfig:
         trust_remote_code: run code that comes with the model; off unless you trust its author.
         tensor_parallel_size: devices that share every layer (vllm).
         pipeline_parallel_size: devices that share the layers out (vllm).
+        vllm_sharing: images and documents lie in vLLM's cache once for all requests, instead of once for each; on CPUs,
+            in float32 (vllm).
         vllm_args: more of vLLM's engine arguments, as JSON, such as {"max_model_len": 32768} (vllm).
     """
 
@@ -186,6 +188,7 @@ class EngineConfig:
     trust_remote_code: bool = False
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    vllm_sharing: bool = False
     vllm_args: str = ""
 
 
@@ -289,7 +292,7 @@ CHOICES = {
 }
 """Key of [engine] -> its values."""
 ONLY = {
-    "vllm": ("tensor_parallel_size", "pipeline_parallel_size", "vllm_args"),
+    "vllm": ("tensor_parallel_size", "pipeline_parallel_size", "vllm_sharing", "vllm_args"),
     "native": ("kv_dtype", "quantize", "staging_slots", "staging_slot_bytes", "self_test"),
 }
 """Engine -> the keys that only it follows, beside ``cuda_graphs``."""

@@ -176,8 +176,8 @@ class Request:
         if prompt is None:
             self._usage.compiled += await runtime.compiler.ensure(prepared.needed, self.arrived)
             prepared.plan = runtime.preparer.plan(prepared.segments, prepared.linked, self.spec.policy)
-            order = runtime.preparer.order(prepared)
-            prompt = token_prompt(prepared.ids(), self._salt)
+            order = runtime.preparer.order(prepared, self._max_tokens - len(self._generated))
+            prompt = token_prompt(order.ids(prepared.ids()), order.salt(self._salt))
         params = self._params(order.params() if order is not None else None)
         first_token = 0.0
         output, report, earlier, progress, paused = None, {}, {}, Progress(Delta("")), False
