@@ -46,7 +46,7 @@ from mpic_lab.train.tower_model import (
 from mpic_lab.train.tower_prompts import IMAGE, Batch, Writer, collate
 
 LOG = "log.jsonl"
-STEPS = {"words": 400, "sight": 1500, "join": 300, "answers": 1000}
+STEPS = {"words": 300, "sight": 800, "join": 200, "answers": 1000}
 """Stage -> number of steps."""
 EVALUATE = {"words": 50, "sight": 100, "join": 100, "answers": 50}
 """Stage -> steps between two evaluations."""

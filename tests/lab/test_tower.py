@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from transformers import AutoProcessor, LlamaConfig, LlamaForCausalLM, LlavaForConditionalGeneration
+from typer.testing import CliRunner
 
 from mpic import preflight
 from mpic.errors import IntegrityError, ModelRefused
@@ -17,6 +18,7 @@ from mpic.model.load import load_model
 from mpic_lab.generator.scenes import draw_picture, render
 from mpic_lab.generator.tokenizer import build_tokenizer
 from mpic_lab.train import tower as training
+from mpic_lab.train.cli import app
 from mpic_lab.train.tower import STEPS, Settings, TowerRefused, TowerTrainer, checkpoint
 from mpic_lab.train.tower_export import export
 from mpic_lab.train.tower_model import to_pixels
@@ -141,6 +143,15 @@ def test_the_language_model_stays_as_it_is(settings, language, finished):
         trainer.reader.model.model.norm.weight += 1
     with pytest.raises(IntegrityError, match="changed the language model"):
         trainer.run()
+
+
+def test_the_command_goes_on_in_the_folder_it_is_given(tmp_path, language):
+    command = ["tower", "--out", str(tmp_path), "--language-model", language, "--stage", "words"]
+    for _ in range(2):
+        result = CliRunner().invoke(app, [*command, "--minutes", "1e-9"])
+        assert (result.exit_code, result.stdout) == (0, f"words: step 0 of {STEPS['words']}\n")
+    result = CliRunner().invoke(app, ["tower-export", str(tmp_path), str(tmp_path / "graft")])
+    assert isinstance(result.exception, TowerRefused) and "answers" in str(result.exception)
 
 
 @pytest.fixture
