@@ -101,6 +101,10 @@ def tower(
     stage: Annotated[
         Literal["all", "words", "sight", "join", "answers"], typer.Option(help="the one to run")
     ] = "all",
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="of the last stage; with more of them a run that is done goes on"),
+    ] = None,
     threads: Annotated[int, typer.Option(min=1, help="of torch")] = 1,
     seed: Seed = 0,
 ) -> None:
@@ -112,11 +116,14 @@ def tower(
     import torch
 
     from mpic.model.gguf_model import folder_of
-    from mpic_lab.train.tower import STEPS, Settings, TowerTrainer
+    from mpic_lab.train.tower import TowerTrainer
+    from mpic_lab.train.tower_run import STEPS, Settings
 
     torch.set_num_threads(threads)
     stages = tuple(STEPS) if stage == "all" else (stage,)
-    TowerTrainer(Settings(out, folder_of(language_model), minutes, stages, seed=seed), typer.echo).run()
+    numbers = STEPS | ({"answers": steps} if steps else {})
+    settings = Settings(out, folder_of(language_model), minutes, stages, numbers, seed=seed)
+    TowerTrainer(settings, typer.echo).run()
 
 
 @app.command()

@@ -14,9 +14,9 @@ from mpic.data.published import GRAFT
 from mpic.model.gguf_model import folder_of
 from mpic.model.graft import TOWER
 from mpic_lab.generator.scenes import PATCH, SIDE
-from mpic_lab.train.tower import Settings, checkpoint
 from mpic_lab.train.tower_model import vision_config
 from mpic_lab.train.tower_prompts import TOKENS
+from mpic_lab.train.tower_run import Settings, checkpoint
 
 TEMPLATE = Path(__file__).with_name("tower_template.jinja")
 IMAGE = "<image>"

@@ -17,12 +17,13 @@ from mpic.model.graft import folder_of
 from mpic.model.load import load_model
 from mpic_lab.generator.scenes import draw_picture, render
 from mpic_lab.generator.tokenizer import build_tokenizer
-from mpic_lab.train import tower as training
+from mpic_lab.train import tower_stages as training
 from mpic_lab.train.cli import app
-from mpic_lab.train.tower import STEPS, Settings, TowerRefused, TowerTrainer, checkpoint
+from mpic_lab.train.tower import TowerTrainer
 from mpic_lab.train.tower_export import export
 from mpic_lab.train.tower_model import to_pixels
 from mpic_lab.train.tower_prompts import TOKENS, Writer, collate
+from mpic_lab.train.tower_run import STEPS, Settings, TowerRefused, checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +125,7 @@ def test_a_run_out_of_time_leaves_a_checkpoint_and_says_that_it_is_not_done(sett
 
 
 def test_another_tower_does_not_go_on_from_a_checkpoint(settings, finished):
-    with pytest.raises(TowerRefused, match="another seed or another tower"):
+    with pytest.raises(TowerRefused, match="another seed, tower or language model"):
         begun("words", replace(settings, seed=1, out=finished), finished).run(float("inf"), print)
 
 
@@ -166,7 +167,7 @@ def test_an_exported_tower_is_a_llava_of_stock_transformers(graft, finished, lan
     folder = folder_of(str(graft), "float32")
     model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
     processor = AutoProcessor.from_pretrained(folder)
-    pixels = render(draw_picture(random.Random(0)), random.Random(0))
+    pixels = render(draw_picture(random.Random(0)), random.Random(0)).copy()
     text = processor.apply_chat_template(
         [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What do you see?"}]}],
         add_generation_prompt=True,
