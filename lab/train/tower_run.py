@@ -22,7 +22,7 @@ from torch import nn
 from mpic_lab.train.packet_data import TrainingDataError
 
 LOG = "log.jsonl"
-STEPS = {"words": 200, "sight": 600, "join": 200, "answers": 1000}
+STEPS = {"words": 200, "sight": 800, "join": 200, "answers": 1000}
 """Stage -> number of steps."""
 EVALUATE = {"words": 50, "sight": 100, "join": 100, "answers": 50}
 """Stage -> steps between two evaluations."""
