@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
 from datetime import datetime
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from mpic.cli import library_backup, library_give, library_press
+from mpic.cli import library_backup, library_give
 from mpic.cli.common import Json, command_app, err, out, print_json, print_result, print_table, progress
 from mpic.cli.folder import (
     ConfigFile,
@@ -23,7 +24,7 @@ from mpic.cli.folder import (
     open_or_inspect,
 )
 from mpic.config import ConfigError
-from mpic.errors import NotFound, Unavailable, UnknownHandle
+from mpic.errors import BadRequest, NotFound, Unavailable, UnknownHandle
 from mpic.keys import Key, KeyStore, any_keys
 
 if TYPE_CHECKING:
@@ -41,11 +42,28 @@ app = command_app(
     "adds the uploads and references of a backup to any library."
 )
 app.command("backup")(library_backup.backup)
-app.command("export", hidden=True, context_settings={"ignore_unknown_options": True})(library_backup.export)
 app.command("restore")(library_backup.restore)
 app.command("recover")(library_backup.recover)
 app.command("give")(library_give.give)
-app.command("press")(library_press.press)
+
+GONE = {
+    "export": "`mpic library backup FOLDER` (`--user NAME` for one user's files) writes what `mpic library import` "
+    "reads, which reads the tar files of earlier versions, too",
+    "press": "`mpic serve --press PRESS` compresses chunks that are stored when they are next used",
+}
+"""Commands of earlier versions, and what does the same."""
+
+
+def _gone(name: str) -> Callable[..., None]:
+    def refuse(words: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+        raise BadRequest(f"`mpic library {name}` is gone: {GONE[name]}")
+
+    refuse.__doc__ = f"Refuse: {GONE[name]}."
+    return refuse
+
+
+for gone in GONE:
+    app.command(gone, hidden=True, context_settings={"ignore_unknown_options": True})(_gone(gone))
 
 
 @app.command("ls")

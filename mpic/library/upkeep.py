@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from mpic.durable import FileSystem
 from mpic.errors import CorruptFile, IntegrityError, OutOfMemory
-from mpic.kv.chunk import ChunkKey, ChunkKV, KVKey, Recipe
+from mpic.kv.chunk import ChunkKey, KVKey, Recipe
 from mpic.kv.file import ChunkFile
 from mpic.library.folder.layout import SIDECAR, scan, scan_chunks
 from mpic.library.folder.quarantine import damaged_files
@@ -273,7 +272,7 @@ def _chunk_fault(library: Library, row: Row) -> _ChunkFault | None:
     if key.digest != row["key"]:
         return _ChunkFault("has a row that is not its own", "look into it before serving from here", None)
     try:
-        read_chunk(library.root / row["path"], key)
+        _verify_chunk(library.root / row["path"], key)
     except CorruptFile as error:
         return _ChunkFault(str(error), ASIDE, error)
     except FileNotFoundError as error:
@@ -291,16 +290,14 @@ def key_of(row: Row) -> KVKey:
     return KVKey(row["owner"], ChunkKey(row["kind"], row["digest"]), row["model"], recipe)
 
 
-def read_chunk(path: Path, key: KVKey, files: FileSystem | None = None) -> ChunkKV:
-    """Read and verify every byte of a chunk file and return the chunk, in host memory.
+def _verify_chunk(path: Path, key: KVKey) -> None:
+    """Read and verify every byte of a chunk file.
 
     Raises:
         CorruptFile: it is damaged, or holds another chunk.
         OSError, OutOfMemory: it cannot be read now.
     """
-    with as_errors(), closing(ChunkFile(path, key, files)) as file:
+    with as_errors(), closing(ChunkFile(path, key)) as file:
         kv = torch.empty(file.shape.extent(file.slots), dtype=file.dtype)
         for _ in file.read_layers(kv):
             pass
-        assert file.inputs is not None
-        return ChunkKV(key, file.inputs, kv)

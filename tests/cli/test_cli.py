@@ -353,7 +353,6 @@ LIBRARY = [
     ("library", "backup", "{tmp}/backup"),
     ("library", "recover"),
     ("library", "give", "a", "b"),
-    ("library", "press", "knorm-50"),
     ("keys", "create", "ann"),
     ("keys", "list"),
     ("keys", "revoke", "x"),

@@ -8,10 +8,8 @@ import pytest
 from library_tools import encoded, flip, make_chunk
 from remote_kit import settled
 
-from mpic.config import EngineConfig
-from mpic.engine import load_engine
 from mpic.keys import KeyLimits, KeyStore
-from mpic.kv.chunk import Chunk, ChunkKey, KVKey, Recipe
+from mpic.kv.chunk import ChunkKey, KVKey, Recipe
 from mpic.library import Library
 from mpic.library.references import ReferenceLibrary
 from mpic.library.store import Objects, RemoteTier
@@ -32,7 +30,7 @@ def root(tmp_path):
 
 
 COMMANDS = ["ls", "show", "check", "gc", "import", "quota", "pin"]
-COMMANDS += ["backup", "restore", "recover", "press"]
+COMMANDS += ["backup", "restore", "recover"]
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
@@ -102,6 +100,8 @@ def test_a_command_that_is_gone_names_the_one_that_does_it(mpic, root, tmp_path)
         status, _, err = mpic("export", *words)
         assert status == 1 and "[bad_request]" in err and "mpic library backup" in err
     assert not (tmp_path / "e.tar").exists()
+    status, _, err = mpic("press", "knorm-50", "--replace", "--data-dir", root)
+    assert status == 1 and "[bad_request]" in err and "mpic serve --press" in err
 
 
 def test_backup_and_import(mpic, root, tmp_path):
@@ -258,50 +258,6 @@ def test_check_and_a_dry_run_work_beside_a_running_server_and_name_handles(mpic,
         assert good.path.exists() and old.path.exists()
         status, _, err = mpic("gc", "--data-dir", root)
         assert status == 1 and "[library_in_use]" in err and "--data-dir" in err
-
-
-def test_press_compresses_what_the_configured_model_has_compiled(mpic, root, tiny_model):
-    chunk = Chunk(ChunkKey.of_text("a text"), "bob", tuple(range(10, 60)))
-    with Library.open(root) as library:
-        engine, _ = load_engine(EngineConfig(model=str(tiny_model)), library.store)
-        engine.compile(chunk).result(60)
-        engine.close()
-        status, _, err = mpic("press", "knorm-50", "--data-dir", root, "--model", tiny_model)
-        assert status == 1 and "[library_in_use]" in err
-    press = ("press", "knorm-50", "--data-dir", root, "--model", tiny_model)
-    status, out, _ = mpic(*press)
-    assert status == 0 and "1 chunks pressed by knorm-50" in out and "before" in out
-    assert "1 of other models" in out
-    done = json.loads(mpic(*press, "--replace", "--json")[1])
-    assert done["counts"] == {"pressed": 0, "already": 1, "model": 1, "left": 0} and done["left"] == []
-    done = json.loads(mpic(*press, "--replace", "--json")[1])
-    assert done["counts"] == {"pressed": 0, "already": 0, "model": 1, "left": 0}
-
-
-def test_press_shows_what_could_not_be_pressed_and_ends_with_1(mpic, root, tiny_model):
-    with Library.open(root) as library:
-        engine, _ = load_engine(EngineConfig(model=str(tiny_model)), library.store)
-        engine.compile(Chunk(ChunkKey.of_text("a text"), "bob", tuple(range(10, 60)))).result(60)
-        path = library.store.path(next(iter(engine.device.chunks)))
-        engine.close()
-    path.write_bytes(path.read_bytes()[:-1] + b"!")
-    status, out, _ = mpic("press", "knorm-50", "--data-dir", root, "--model", tiny_model)
-    assert status == 1 and "damaged and was put aside" in out and "0 chunks pressed" in out
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [("snapkv-50", "queries"), ("tova-50", "queries"), ("none", "removes nothing"), ("best-50", "available")],
-)
-def test_press_refuses_by_name_before_it_loads_a_model(mpic, root, name, says):
-    status, _, err = mpic("press", name, "--data-dir", root, "--model", "/nowhere")
-    assert status == 1 and says in err
-
-
-def test_press_refuses_an_engine_that_cannot_link_pressed_chunks(mpic, root, tmp_path):
-    (tmp_path / "mpic.toml").write_text('[engine]\nengine = "vllm"\n')
-    status, _, err = mpic("press", "knorm-50", "--data-dir", root, "--config", tmp_path / "mpic.toml")
-    assert status == 1 and "[unsupported_parameter]" in err and "vllm" in err
 
 
 @pytest.fixture

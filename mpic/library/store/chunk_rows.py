@@ -8,7 +8,7 @@ from sqlite3 import Connection
 from threading import Lock
 from typing import NamedTuple
 
-from mpic.errors import IntegrityError, StorageFull
+from mpic.errors import IntegrityError
 from mpic.kv.chunk import ChunkKey, KVKey
 from mpic.library.catalog.database import Catalog, insert_row
 from mpic.library.catalog.quotas import quota
@@ -32,18 +32,6 @@ class DurableChunk(NamedTuple):
     path: str
     bytes: int
     tokens: int
-
-
-class Source(NamedTuple):
-    """The stored chunk that another form is made of, such as a compressed one.
-
-    Args:
-        row: its row.
-        replaced: True if the other form takes its place.
-    """
-
-    row: ChunkRow
-    replaced: bool
 
 
 class ExpiredChunk(NamedTuple):
@@ -114,33 +102,13 @@ class ChunkRows:
         sql = "SELECT model FROM chunks WHERE owner = ? AND kind = ? AND digest = ?"
         return {row["model"] for row in self._catalog.read(sql, owner, chunk.kind, chunk.digest)}
 
-    def put_all(self, chunks: Iterable[DurableChunk], source: Source | None = None) -> None:
-        """Commit chunks whose files are durable.
-
-        Args:
-            source: the chunk that they are other forms of. They were last used when it was, because making a form is no
-                use; if it is replaced, it is forgotten in the same transaction.
-        """
+    def put_all(self, chunks: Iterable[DurableChunk]) -> None:
+        """Commit chunks whose files are durable."""
         with self._catalog.write() as db:
-            last_used = None
-            if source is not None:
-                sql = "SELECT last_used FROM chunks WHERE key = ?"
-                (last_used,) = db.execute(sql, (source.row.key,)).fetchone()
             for chunk in chunks:
-                self._put(db, chunk, last_used)
-            if source is not None and source.replaced:
-                self._forget(db, source.row)
+                self._put(db, chunk)
 
-    def forget(self, row: ChunkRow) -> None:
-        """Delete the row of one form of a content, whose file is to be removed then."""
-        with self._catalog.write() as db:
-            self._forget(db, row)
-
-    def _forget(self, db: Connection, row: ChunkRow) -> None:
-        db.execute("DELETE FROM chunks WHERE key = ?", (row.key,))
-        self._catalog.add_tombstones(db, [row.path], self._clock())
-
-    def _put(self, db: Connection, chunk: DurableChunk, last_used: float | None = None) -> None:
+    def _put(self, db: Connection, chunk: DurableChunk) -> None:
         now, key = self._clock(), chunk.key
         values = {
             "key": key.digest,
@@ -154,7 +122,7 @@ class ChunkRows:
             "tokens": chunk.tokens,
             "state": "ready",
             "created_at": now,
-            "last_used": now if last_used is None else last_used,
+            "last_used": now,
         }
         self._catalog.add_user(db, key.owner, now)
         # INSERT OR REPLACE would not fire triggers
@@ -175,13 +143,12 @@ class ChunkRows:
             db.executemany(sql, [(key,) for key in keys])
 
     def evict(
-        self, owner: str, size: int, writing: Mapping[str, int], limits: Limits, most: int | None = None
+        self, owner: str, size: int, writing: Mapping[str, int], limits: Limits
     ) -> list[tuple[ChunkRow, Why]]:
         """Mark chunks as evicted so that ``owner`` can store ``size`` bytes (see ``shares``), and return them.
 
         Args:
             writing: bytes that are being written, by owner, without ``size``.
-            most: how many chunks may be evicted; None: as many as it takes.
 
         Raises:
             StorageFull, StorageQuotaExceeded: nothing was changed.
@@ -194,8 +161,6 @@ class ChunkRows:
             read = lambda sql, *values: db.execute(sql, values).fetchall()
             bounds = TierBounds(limits.disk_bytes, quota(read, owner, "disk", limits), limits.shared_fraction)
             gone = make_room(bounds, used, owner, size, lambda name: self._candidates(db, name))
-            if most is not None and len(gone) > most:
-                raise StorageFull(f"{size} bytes more do not fit without evicting stored chunks")
             sql = "UPDATE chunks SET state = 'evicted', why = ? WHERE key = ?"
             db.executemany(sql, [(why, held.key.key) for held, why in gone])
         return [(held.key, why) for held, why in gone]
