@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from mpic.cli import library_backup, library_give
+from mpic.cli import library_backup
 from mpic.cli.common import Json, command_app, err, out, print_json, print_result, print_table, progress
 from mpic.cli.folder import (
     ConfigFile,
@@ -44,11 +44,12 @@ app = command_app(
 app.command("backup")(library_backup.backup)
 app.command("restore")(library_backup.restore)
 app.command("recover")(library_backup.recover)
-app.command("give")(library_give.give)
 
 GONE = {
     "export": "`mpic library backup FOLDER` (`--user NAME` for one user's files) writes what `mpic library import` "
     "reads, which reads the tar files of earlier versions, too",
+    "give": "`mpic keys create USER` makes a key of the user who has the files (`local`: those of times without keys); "
+    "`mpic library backup FOLDER --user USER`, then `mpic library import FOLDER --user NEW` copies them to another",
     "press": "`mpic serve --press PRESS` compresses chunks that are stored when they are next used",
 }
 """Commands of earlier versions, and what does the same."""
@@ -238,6 +239,9 @@ def library_import(
         Path,
         typer.Argument(help="a backup, a folder, a .jsonl file, or an old export (.tar)", exists=True),
     ],
+    user: Annotated[
+        str | None, typer.Option(help="who gets the uploads of a backup; default: who had them")
+    ] = None,
     data_dir: DataDir = None,
     config: ConfigFile = None,
     as_json: Json = False,
@@ -261,7 +265,11 @@ def library_import(
         progress("importing", None, as_json) as advance,
     ):
         if source.suffix == ".tar" or (source / BACKUP).exists():
-            results = add(library, source, lambda result: advance(1))
+            results = add(library, source, user, lambda result: advance(1))
+        elif user is not None:
+            raise BadRequest(
+                "--user is for the uploads of a backup; references belong to nobody", param="user"
+            )
         else:
             target = LibraryTarget(library.references)
             results = run_import(import_references(source, target, lambda result: advance(1)))

@@ -352,7 +352,6 @@ LIBRARY = [
     ("library", "pin", "X"),
     ("library", "backup", "{tmp}/backup"),
     ("library", "recover"),
-    ("library", "give", "a", "b"),
     ("keys", "create", "ann"),
     ("keys", "list"),
     ("keys", "revoke", "x"),

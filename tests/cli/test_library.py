@@ -100,6 +100,8 @@ def test_a_command_that_is_gone_names_the_one_that_does_it(mpic, root, tmp_path)
         status, _, err = mpic("export", *words)
         assert status == 1 and "[bad_request]" in err and "mpic library backup" in err
     assert not (tmp_path / "e.tar").exists()
+    status, _, err = mpic("give", "local", "alice", "--data-dir", root)
+    assert status == 1 and "[bad_request]" in err and "mpic keys create" in err
     status, _, err = mpic("press", "knorm-50", "--replace", "--data-dir", root)
     assert status == 1 and "[bad_request]" in err and "mpic serve --press" in err
 

@@ -41,6 +41,19 @@ def test_a_backup_can_be_added_to_another_library(library, tmp_path, clock):
         assert [r.outcome for r in add(other, tmp_path / "all")] == ["unchanged"] * 4
 
 
+def test_the_uploads_of_a_backup_can_go_to_another_user(library, tmp_path):
+    file = library.files.add("ann", b"text", "t.txt", handle="T", metadata={"n": 1})
+    library.files.pin("ann", file.id)
+    library.files.add("ann", b"other", "o.txt")
+    backup(library.root, tmp_path / "b", user="ann")
+    for outcome in ("added", "unchanged"):
+        assert [r.outcome for r in add(library, tmp_path / "b", "bob")] == [outcome] * 2
+    copied = library.files.by_handle("bob", "T")
+    assert copied.pinned and copied.metadata == {"n": 1} and copied.id != file.id
+    assert [f.filename for f in library.files.page("bob").files] == ["o.txt", "t.txt"]
+    assert [r.code for r in add(library, tmp_path / "b", "../x")] == ["bad_request"] * 2
+
+
 @pytest.mark.parametrize("user", [None, "ann"])
 def test_progress_of_a_backup_ends_at_the_total_of_what_is_copied(library, tmp_path, user):
     store_of_each(library)

@@ -138,7 +138,10 @@ class Entry(NamedTuple):
 
 
 def add(
-    library: Library, source: Path, progress: Callable[[ImportResult], None] = lambda result: None
+    library: Library,
+    source: Path,
+    user: str | None = None,
+    progress: Callable[[ImportResult], None] = lambda result: None,
 ) -> list[ImportResult]:
     """Put the uploads and references of a copy into a library; files get new ids, and explicit caches are left out. It
     can be run again: a file is left out if its owner has one of the same content and handle, a reference if it is
@@ -146,6 +149,7 @@ def add(
 
     Args:
         source: a backup, or a tar file of ``mpic library export``.
+        user: who gets the uploads; None: whoever had them.
 
     Raises:
         BadRequest: it is neither, or damaged.
@@ -155,7 +159,7 @@ def add(
     results = []
     try:
         for entry in _of_backup(source) if source.is_dir() else _of_tar(source):
-            results.append(entry if isinstance(entry, ImportResult) else _add(library, entry))
+            results.append(entry if isinstance(entry, ImportResult) else _add(library, entry, user))
             progress(results[-1])
     except (tarfile.TarError, KeyError, ValueError) as error:
         raise BadRequest(
@@ -253,8 +257,10 @@ def _entry(line: bytes) -> dict[str, Any]:
     }  # exports of earlier versions say neither split nor press
 
 
-def _add(library: Library, entry: Entry) -> ImportResult:
+def _add(library: Library, entry: Entry, user: str | None) -> ImportResult:
     record, most = entry.record, library.limits.upload_bytes
+    if user is not None and "owner" in record:
+        record = record | {"owner": user}
     where = "/".join(record[name] for name in ("owner", "id") if name in record)
     refused = partial(ImportResult, where, "refused", record["id"])
     if not NAME.fullmatch(record.get("owner", "local")):
