@@ -46,8 +46,7 @@ app.command("restore")(library_backup.restore)
 app.command("recover")(library_backup.recover)
 
 GONE = {
-    "export": "`mpic library backup FOLDER` (`--user NAME` for one user's files) writes what `mpic library import` "
-    "reads, which reads the tar files of earlier versions, too",
+    "export": "`mpic library backup FOLDER` (`--user NAME` for one user's files) writes what `import` reads",
     "give": "`mpic keys create USER` makes a key of the user who has the files (`local`: those of times without keys); "
     "`mpic library backup FOLDER --user USER`, then `mpic library import FOLDER --user NEW` copies them to another",
     "press": "`mpic serve --press PRESS` compresses chunks that are stored when they are next used",
@@ -237,7 +236,7 @@ def library_gc(
 def library_import(
     source: Annotated[
         Path,
-        typer.Argument(help="a backup, a folder, a .jsonl file, or an old export (.tar)", exists=True),
+        typer.Argument(help="a backup, a folder, or a .jsonl file", exists=True),
     ],
     user: Annotated[
         str | None, typer.Option(help="who gets the uploads of a backup; default: who had them")
@@ -264,7 +263,13 @@ def library_import(
         open_library(data_dir, config, create=True) as library,
         progress("importing", None, as_json) as advance,
     ):
-        if source.suffix == ".tar" or (source / BACKUP).exists():
+        if source.suffix == ".tar":
+            raise BadRequest(
+                "tar files of `mpic library export` are read by version 0.1: import it there, then let this version "
+                "open that folder, or import a backup of it",
+                param="source",
+            )
+        if (source / BACKUP).exists():
             results = add(library, source, user, lambda result: advance(1))
         elif user is not None:
             raise BadRequest(

@@ -100,6 +100,9 @@ def test_a_command_that_is_gone_names_the_one_that_does_it(mpic, root, tmp_path)
         status, _, err = mpic("export", *words)
         assert status == 1 and "[bad_request]" in err and "mpic library backup" in err
     assert not (tmp_path / "e.tar").exists()
+    (tmp_path / "e.tar").write_bytes(b"")
+    status, _, err = mpic("import", tmp_path / "e.tar", "--data-dir", root)
+    assert status == 1 and "[bad_request]" in err and "version 0.1" in err
     status, _, err = mpic("give", "local", "alice", "--data-dir", root)
     assert status == 1 and "[bad_request]" in err and "mpic keys create" in err
     status, _, err = mpic("press", "knorm-50", "--replace", "--data-dir", root)
