@@ -29,7 +29,7 @@ from mpic.version import VERSION
 COMMANDS = {
     "serve": ("mpic.cli.serve", "Start the server."),
     "upload": ("mpic.cli.upload", "Upload images, clips and documents; each is compiled once."),
-    "chat": ("mpic.cli.chat", "Talk to the model, about uploads too."),
+    "chat": ("mpic.cli.chat", "Ask the model, about uploads too."),
     "ui": ("mpic.cli.ui", "Serve the web interface of a server that runs elsewhere."),
     "files": ("mpic.cli.files", "Your uploads: list, show, content, rename, extend, delete."),
     "ls": ("mpic.cli.ls", "Your uploads, newest first; short for `mpic files list`."),
