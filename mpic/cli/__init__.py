@@ -37,7 +37,7 @@ COMMANDS = {
     "models": ("mpic.cli.models", "The served model, and the policies on offer."),
     "estimate": ("mpic.cli.estimate", "What reuse would save of the requests in a log."),
     "references": ("mpic.cli.references", "The reference library: add, search, import, reindex, evaluate."),
-    "library": ("mpic.cli.library", "The folder behind a server: usage, check, backup, recover, gc."),
+    "library": ("mpic.cli.library", "The folder behind a server: usage, check, backup, recover."),
     "keys": ("mpic.cli.keys", "API keys: create, list, revoke."),
 }
 """Name of a command -> its module, and its line in ``mpic --help``."""

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from mpic.library.upkeep import Problem
 
 app = command_app(
-    "The folder with uploads, references and compiled chunks: look at it, verify it, clean it, copy it, move it.\n\n"
-    "`ls`, `show`, `backup`, `check` and `gc --dry-run` work while a server runs; stop the server for the others. To "
+    "The folder with uploads, references and compiled chunks: look at it, verify it, copy it, move it.\n\n"
+    "`ls`, `show`, `backup` and `check` work while a server runs; stop the server for the others. To "
     "manage your own uploads on a server use `mpic files`.\n\n"
     "`backup` copies everything as it is (ids, quotas, keys, caches), to be restored into an empty folder; `import` "
     "adds the uploads and references of a backup to any library."
@@ -46,6 +46,8 @@ app.command("restore")(library_backup.restore)
 app.command("recover")(library_backup.recover)
 
 GONE = {
+    "gc": "a start and `mpic library check` remove what a crash has left, a server what has expired; damaged chunks in "
+    "`quarantine/` are yours to delete",
     "export": "`mpic library backup FOLDER` (`--user NAME` for one user's files) writes what `import` reads",
     "give": "`mpic keys create USER` makes a key of the user who has the files (`local`: those of times without keys); "
     "`mpic library backup FOLDER --user USER`, then `mpic library import FOLDER --user NEW` copies them to another",
@@ -190,46 +192,6 @@ def library_check(
         print_table(("name", "file", "what", "then"), rows, "everything is as it was stored")
     if any(problem.damaged for problem in problems):
         raise typer.Exit(1)
-
-
-@app.command("gc")
-def library_gc(
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="list what would be removed, and remove nothing")
-    ] = False,
-    data_dir: DataDir = None,
-    config: ConfigFile = None,
-    as_json: Json = False,
-) -> None:
-    """Remove files that are not needed: leftovers of crashes, expired files, replaced references, quarantined chunks.
-
-    A server does this by itself, except for the damaged chunks. Files that the catalogue does not know are not removed:
-    originals with a sidecar stay, others are put into `quarantine/orphans/DATE/` and deleted after `orphan_days`.
-    Beside a running server, `--dry-run` leaves out what was written in the last hour, which may be an upload under way.
-    """
-    from mpic.library.upkeep import collect, garbage
-
-    if dry_run:
-        with open_or_inspect(data_dir, config, as_json, reconcile=False) as library:
-            found = garbage(library)
-    else:
-        with open_library(data_dir, config, reconcile=False) as library:
-            found = collect(library)
-    if as_json:
-        print_json([item._asdict() for item in found])
-        return
-    count: Counter[str] = Counter(item.why for item in found)
-    size = Counter[str]()
-    for item in found:
-        size[item.why] += item.bytes
-    rows = [(why, count[why], decimal(size[why])) for why in sorted(count)]
-    print_table(("why", "files", "bytes"), rows, "nothing to remove")
-    for item in found:
-        if item.name:
-            out.print(f"  {item.why}  {item.name}", soft_wrap=True)
-    if found:
-        verb = "would be removed" if dry_run else "removed"
-        out.print(f"{decimal(size.total())} {verb}")
 
 
 @app.command("import")

@@ -312,8 +312,6 @@ LIBRARY = [
     ("library", "ls"),
     ("library", "show", "X"),
     ("library", "check"),
-    ("library", "gc"),
-    ("library", "gc", "--dry-run"),
     ("library", "import", "{tmp}"),
     ("library", "quota", "ann"),
     ("library", "pin", "X"),
