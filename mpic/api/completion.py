@@ -7,7 +7,6 @@ from typing import Annotated, Literal, NotRequired
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
-from mpic.api import html
 from mpic.api.base import CLOSED, ClosedObject, one_of
 
 FinishReason = Annotated[str, one_of("stop", "length", "tool_calls")]
@@ -253,31 +252,6 @@ class ChatCompletion(ClosedObject):
     def text(self) -> str:
         """The text of the first answer."""
         return self.choices[0].message.content or ""
-
-    def _repr_html_(self) -> str:
-        """Show it in a notebook: the answer, where the tokens of its prompt came from, and one line of figures."""
-        ours = self.usage.mpic
-        counts = ours.tokens
-        if ours.trace is not None:
-            parts = [(s.state, s.end - s.start, s.label or s.kind) for s in ours.trace.spans]
-        else:
-            compiled = sum(chunk.reused for chunk in ours.chunks if chunk.tier == "compiled")
-            new = counts.computed - counts.recomputed - compiled
-            parts = [
-                ("prefix", counts.prefix_hit, "prefix"),
-                ("reused", counts.reused, "reused"),
-                ("compiled", compiled, "compiled"),
-                ("recomputed", counts.recomputed, "recomputed"),
-                ("new", new, "new"),
-            ]
-        line = (
-            f"{ours.policy}: {counts.reused} tokens reused, {counts.recomputed} recomputed, {counts.prefix_hit} of the "
-            f"prefix, of {self.usage.prompt_tokens}; first token after {ours.ms.ttft:.0f} ms"
-        )
-        for one in ours.unlinked_handles or ():
-            line += f"; {one.handle} stayed text: {one.reason}"
-        shown = html.paragraph(self.text) + html.strip(parts)
-        return f"{shown}<small>{html.escape(line)}</small>"
 
 
 class ChunkDelta(ClosedObject):

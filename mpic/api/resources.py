@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, with_config
 from typing_extensions import TypedDict
 
-from mpic.api import html
 from mpic.api.base import OPEN, ApiObject, Created, Deleted, Expiring, ItemList, ItemPage, ReadAsDict, one_of
 
 Kind = Annotated[str, one_of("image", "text")]
@@ -72,21 +71,6 @@ class FileObject(Expiring):
     def mention(self) -> str | None:
         """The name of the file in prompts: ``IMAGE#NAME`` or ``FILE#NAME``; None without a handle."""
         return f"{'IMAGE' if self.kind == 'image' else 'FILE'}#{self.handle}" if self.handle else None
-
-    def _repr_html_(self) -> str:
-        return html.fields(
-            [
-                ("in prompts", self.mention or self.id),
-                ("file", f"{self.filename}, {self.bytes:,} bytes"),
-                (
-                    "state",
-                    self.state if self.status_details is None else f"{self.state}: {self.status_details}",
-                ),
-                ("tokens", self.tokens),
-                ("chunks", self.chunk_count if self.chunk_count > 1 else None),
-                ("expires", self.expires_time),
-            ]
-        )
 
 
 class FileList(ItemPage[FileObject]):
