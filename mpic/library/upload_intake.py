@@ -173,7 +173,7 @@ class UploadIntake(InlineChunks):
             expires_after,
             metadata,
             replace,
-            dict(split) if (split := terms.get("split")) else None,
+            dict(split) if split else None,
             terms.get("split_asked", False),
             terms.get("press"),
             key,
