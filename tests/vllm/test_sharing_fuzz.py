@@ -146,8 +146,9 @@ class Life:
     def step(self) -> None:
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-        self.steps += 1
         scheduled = self.scheduler.schedule()
+        # however slow the disk is
+        self.steps += bool(scheduled.num_scheduled_tokens) or not self.connector._admission._reading()
         self.preempted += len(scheduled.preempted_req_ids or ())
         report = self._work(scheduled)
         names = list(scheduled.num_scheduled_tokens)
