@@ -146,8 +146,9 @@ class Life:
     def step(self) -> None:
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-        self.steps += 1
         scheduled = self.scheduler.schedule()
+        # however slow the disk is
+        self.steps += bool(scheduled.num_scheduled_tokens) or not self.connector._admission._reading()
         self.preempted += len(scheduled.preempted_req_ids or ())
         report = self._work(scheduled)
         names = list(scheduled.num_scheduled_tokens)
@@ -310,6 +311,20 @@ def test_a_chunk_that_is_taken_while_a_link_reads_its_other_ones_is_read_as_well
     life.run()
     assert life.ended[link.request_id] == "length" and life.shared.counters["evicted"] == 1
     assert life.shared.counters["loaded"] == 3
+
+
+def test_a_chunk_is_not_loaded_over_blocks_that_its_link_has_found_in_the_prefix_cache(live):
+    """vLLM looks them up before it asks whether the link may start, and holds them afterwards. Here they are those that
+    would be taken next."""
+    life = live(blocks=13)
+    life.link([0], text=70, salt="same")
+    life.run()
+    life.plain(160, 2)
+    life.run()
+    link = life.link([6], text=70, salt="same")
+    assert life.scheduler.kv_cache_manager.get_computed_blocks(link)[1] == 128
+    life.run()
+    assert life.ended[link.request_id] == "length"
 
 
 def test_a_chunk_that_cannot_be_placed_ends_those_who_map_it_and_is_read_anew_for_the_next(live):

@@ -85,6 +85,7 @@ METHODS = {
         "cache_blocks": ["request"],
         "get_block_ids": [],
         "evict_blocks": ["block_ids"],
+        "get_computed_blocks": ["request"],
     },
     "vllm.v1.worker.gpu_worker:Worker": {
         "init_device": [],

@@ -232,7 +232,7 @@ class Admission:
             return 0
         if tracked.fault is not None:
             return None
-        return self._claim_shared(tracked) if tracked.shared else self._claim(tracked, hit)
+        return self._claim_shared(tracked, hit) if tracked.shared else self._claim(tracked, hit)
 
     @_contained
     def _claim(self, tracked: TrackedRequest, hit: int) -> int | None:
@@ -291,7 +291,7 @@ class Admission:
         return True
 
     @_contained
-    def _claim_shared(self, tracked: TrackedRequest) -> int | None:
+    def _claim_shared(self, tracked: TrackedRequest, hit: int) -> int | None:
         """Return 0 when the chunks of a shared link are pinned, all of its files having been read that are needed for
         it; None otherwise. Nothing is computed instead of a chunk: a link whose file cannot be used ends."""
         order, load = tracked.order, self._load_missing(tracked)
@@ -312,7 +312,8 @@ class Admission:
         )
         numbers = dict.fromkeys(number for number, *_ in mapped(order))
         wanted = [(order.chunks[number], read.get(number)) for number in numbers]
-        return 0 if self.shared.pin(tracked.request.request_id, wanted) else None
+        hits = self.manager.get_computed_blocks(tracked.request)[0].blocks[0] if hit else ()
+        return 0 if self.shared.pin(tracked.request.request_id, wanted, hits) else None
 
     def _load_missing(self, tracked: TrackedRequest) -> FileLoad | None:
         """Have the chunks read that a shared link needs and that are not resident, and return the load. When more of
@@ -419,10 +420,8 @@ class Admission:
         tracked.rows = np.concatenate([np.arange(lo, hi) for lo, hi in order.rows])
         tracked.hit = int(tracked.rows[before]) if before < len(tracked.rows) else order.length
         pinned = self.shared.pinned(request)
-        tracked.loaded, found = (
-            sum(one.source is not None for one in pinned.values()),
-            tuple(spans(order, pinned)),
-        )
+        tracked.loaded = sum(one.source is not None for one in pinned.values())
+        found = tuple(spans(order, pinned))
         made.shared[request] = SharedStart(order.length, order.rows, found, tracked.chunks)
         if tracked.load is not None:
             tracked.load_seconds = tracked.load.seconds or 0.0

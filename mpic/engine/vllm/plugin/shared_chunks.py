@@ -110,12 +110,26 @@ class SharedChunks:
         """Return how many blocks hold chunks that nobody maps now, and count as free."""
         return sum(len(one.blocks) for one in self._resident.values() if not one.users)
 
-    def pin(self, request: str, wanted: Sequence[tuple[ChunkRef, CachedFile | None]]) -> bool:
+    def pin(
+        self,
+        request: str,
+        wanted: Sequence[tuple[ChunkRef, CachedFile | None]],
+        hits: Sequence[KVCacheBlock] = (),
+    ) -> bool:
         """Pin the chunks of a request, all or none of them; return False if there are too few blocks.
 
         Args:
             wanted: the chunks that it maps, with their KV in host memory where they are not resident.
+            hits: blocks that vLLM has found for it in the prefix cache. It holds them only when it admits the request,
+                and they must not be taken for a chunk before that.
         """
+        self._pool.touch(hits)
+        try:
+            return self._pin(request, wanted)
+        finally:
+            self._pool.free_blocks(reversed(hits))  # as vLLM frees them: the last one goes first
+
+    def _pin(self, request: str, wanted: Sequence[tuple[ChunkRef, CachedFile | None]]) -> bool:
         self.release(request)
         found, missing = {}, {}
         for ref, file in wanted:
