@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -112,11 +113,11 @@ class PagePlan:
 class PagedSpans:
     """The built kernel for heads of one dimension and blocks of one size; made by ``load``."""
 
-    def __init__(self, function: ctypes._CFuncPtr, head_dim: int, block: int) -> None:
+    def __init__(self, function: Any, head_dim: int, block: int) -> None:
         self._function, self._head_dim, self._block = function, head_dim, block
         i64, address = ctypes.c_int64, ctypes.c_void_p
-        function.argtypes = [ctypes.POINTER(_Plan), i64, i64, address, i64, address, i64, i64]
-        function.argtypes += [ctypes.c_float, address, i64, i64]
+        strided = [address, i64, address, i64, i64]
+        function.argtypes = [ctypes.POINTER(_Plan), i64, i64, *strided, ctypes.c_float, address, i64, i64]
         function.restype = None
 
     def attend(
@@ -136,7 +137,7 @@ class PagedSpans:
         for tensor in (query, cache, out):
             if (
                 tensor.dtype != torch.float32
-                or tensor.stride(2) != tensor.shape[3:].numel()
+                or tensor.stride(2) != math.prod(tensor.shape[3:])
                 or tensor.stride(-1) != 1
             ):
                 raise ValueError(f"float32 numbers side by side, not {tensor.dtype} with {tensor.stride()}")
