@@ -48,8 +48,8 @@ parity: setup-dev ## when vLLM's version changes: its tests on every family, the
 	  "$(BIN)/python" -m pytest tests/vllm tests/lab/test_bench_vllm.py --parity --timeout 1800 $(ARGS) || status=1; \
 	  "$(BIN)/mpic" models check --engine vllm $(or $(FAMILIES),--all) || status=1; exit $$status
 
-fuzz: setup-dev ## run schemathesis against a live server, many examples per operation (FUZZ=300)
-	@cd "$(ROOT)" && "$(BIN)/python" -m pytest tests/server/test_schemathesis.py --fuzz $(FUZZ) --timeout 7200 $(ARGS)
+fuzz: setup-dev ## run schemathesis against a live server, many examples per operation (FUZZ=300), and send it damaged documents, a hundred times as many
+	@cd "$(ROOT)" && "$(BIN)/python" -m pytest tests/server/test_schemathesis.py tests/server/test_documents.py -k "description or damaged_documents" --fuzz $(FUZZ) --timeout 7200 $(ARGS)
 
 soak: setup-dev ## kill a server SOAK (50) times during uploads, and test many more torn and reordered writes
 	@cd "$(ROOT)" && "$(BIN)/python" -m pytest tests/library/test_kill.py tests/library/test_crash.py \

@@ -194,4 +194,5 @@ def _cache_folder() -> Path:
 
 
 def _run(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    # a compiler that hangs must not hold a start for ever; one on a busy machine may take minutes
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout

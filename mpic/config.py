@@ -28,7 +28,7 @@ import platformdirs
 from mpic.config_values import ConfigError, build, listed, read_toml
 from mpic.data import DEFAULT
 from mpic.errors import UnknownPress, UnsupportedParameter
-from mpic.limits import MiB, StorageLimits
+from mpic.limits import LONGEST_LIFE, MiB, StorageLimits
 from mpic.link import AUTO, named_policy
 from mpic.link.engines import NO_PRESS, PROVIDES, refusal
 from mpic.link.pressing import check_presses
@@ -160,6 +160,8 @@ class EngineConfig:
         trust_remote_code: run code that comes with the model; off unless you trust its author.
         tensor_parallel_size: devices that share every layer (vllm).
         pipeline_parallel_size: devices that share the layers out (vllm).
+        vllm_sharing: images and documents lie in vLLM's cache once for all requests, instead of once for each; on CPUs,
+            in float32 (vllm).
         vllm_args: more of vLLM's engine arguments, as JSON, such as {"max_model_len": 32768} (vllm).
     """
 
@@ -186,10 +188,11 @@ class EngineConfig:
     trust_remote_code: bool = False
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    vllm_sharing: bool = False
     vllm_args: str = ""
 
 
-NOT_LIMITS = ("data_dir", "split_tokens", "remote", "remote_seconds")
+NOT_LIMITS = ("data_dir", "split_tokens", "default_ttl", "remote", "remote_seconds")
 
 
 @dataclass(frozen=True)
@@ -200,6 +203,7 @@ class LibraryConfig(StorageLimits):
         data_dir: holds the catalogue, the originals and the compiled chunks.
         split_tokens: documents with more tokens are cut into chunks when they are uploaded, unless the upload says
             otherwise; 0: those with more than the model's context.
+        default_ttl: lifetime in seconds of uploads and caches that do not say one; 0: they never expire.
         remote: a store of compiled chunks that several servers share, such as s3://bucket/prefix, gs://, az:// or
             file:///mnt/shared; install mpic[remote]. Default: none.
         remote_seconds: longest time that a request waits for a chunk from there; a look-up takes a fifth of it at most.
@@ -207,6 +211,7 @@ class LibraryConfig(StorageLimits):
 
     data_dir: str = field(default_factory=default_data_dir)
     split_tokens: int = 0
+    default_ttl: int = 0
     remote: str = ""
     remote_seconds: float = 10.0
 
@@ -249,6 +254,10 @@ class RetrievalConfig:
         embedder_weights: a tag of open_clip or a file; a folder or hub id has its own weights.
         embedder_device: the torch device of the embedder.
         duplicates: references that are at least this similar to a better one are left out; above 1 disables this.
+        approximate_from: number of references from which the search of their vectors is approximate (IVF); 0: never.
+        sync_references: a folder, or a .jsonl file with a reference a line, with which the server keeps the references
+            in step: new entries are added, and those that it has added and that are gone are removed. Default: none.
+        sync_seconds: time from the end of a sync to the next one.
         call_opens: text that starts a tool call, for models whose chat template does not show it.
         call_closes: text that ends a tool call.
     """
@@ -257,6 +266,9 @@ class RetrievalConfig:
     embedder_weights: str = ""
     embedder_device: str = "cpu"
     duplicates: float = 0.999
+    approximate_from: int = 100_000
+    sync_references: str = ""
+    sync_seconds: int = 300
     call_opens: str = ""
     call_closes: str = ""
 
@@ -280,7 +292,7 @@ CHOICES = {
 }
 """Key of [engine] -> its values."""
 ONLY = {
-    "vllm": ("tensor_parallel_size", "pipeline_parallel_size", "vllm_args"),
+    "vllm": ("tensor_parallel_size", "pipeline_parallel_size", "vllm_sharing", "vllm_args"),
     "native": ("kv_dtype", "quantize", "staging_slots", "staging_slot_bytes", "self_test"),
 }
 """Engine -> the keys that only it follows, beside ``cuda_graphs``."""
@@ -328,6 +340,10 @@ def load_config(path: str | Path | None = None, flags: Mapping[str, Any] | None 
     if not config.library.data_dir:
         raise ConfigError("[library] data_dir is empty: give a folder, or leave it out", param="data_dir")
     check_remote(config.library)
+    if config.library.default_ttl > LONGEST_LIFE:
+        raise ConfigError(f"[library] default_ttl must be at most {LONGEST_LIFE}", param="default_ttl")
+    if config.retrieval.sync_seconds < 1:
+        raise ConfigError("[retrieval] sync_seconds must be at least 1", param="sync_seconds")
     return config
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 MiB = 1 << 20
 GiB = 1 << 30
+LONGEST_LIFE = 10 * 366 * 86_400
+"""Seconds after which anything expires that expires at all."""
 
 POSITIVE = (
     "upload_bytes",
@@ -44,6 +46,8 @@ class StorageLimits:
         host_bytes: budget of compiled chunks in host memory, the staging ring included; used when the engine runs on an
             accelerator.
         user_host_bytes: most bytes of one user there; 0: a fair share.
+        kv_ttl: seconds for which compiled chunks are kept that nobody uses, unless they are pinned or their file says
+            otherwise; the originals stay, and the next use compiles them again. 0: as long as there is room.
         shared_fraction: part of each budget that is kept for references while any are stored.
         orphan_days: how long files that the catalogue does not know are kept in quarantine before a start deletes
             them; 0: for ever.
@@ -67,6 +71,7 @@ class StorageLimits:
     disk_bytes: int = 64 * GiB
     host_bytes: int = 8 * GiB
     user_host_bytes: int = 0
+    kv_ttl: int = 0
     shared_fraction: float = 0.5
     orphan_days: int = 30
 
@@ -82,6 +87,7 @@ class StorageLimits:
             "user_disk_bytes",
             "host_bytes",
             "user_host_bytes",
+            "kv_ttl",
             "orphan_days",
         ):
             if getattr(self, name) < 0:

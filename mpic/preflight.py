@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mpic.config import Config, ConfigError, EngineConfig, RetrievalConfig, origins
-from mpic.data.published import gguf_path, is_gguf
+from mpic.data.published import gguf_path, graft_folder, is_gguf, language_model_of
 from mpic.errors import LibraryInUse, ModelRefused, MPICError
 from mpic.file_status import is_file, is_folder, status_of
 from mpic.http.listening import bind
@@ -112,7 +112,13 @@ def check_engine(config: EngineConfig) -> None:
 
 
 def check_model(model: str) -> None:
-    """Check that the folder or the GGUF file of a model exists, if it is named by a path. Raise ModelRefused."""
+    """Check that the folder or the GGUF file of a model exists, if it is named by a path; of a graft, its language
+    model. Raise ModelRefused."""
+    with _looking_at(model, ModelRefused):
+        graft = graft_folder(model)
+    if graft:
+        check_model(language_model_of(graft))
+        return
     if is_gguf(model):
         gguf_path(model)
         return

@@ -1,35 +1,38 @@
 """Nearest neighbours by inner product, changed in place while others search.
 
-Exact search over ``IndexIDMap2(IndexFlatIP)``. There are two copies (left and right). Readers use the published one; a
-writer changes the other, publishes it, waits until the first has no readers, and then changes that, too. A reader
-therefore never waits and never sees half a change, and nothing is ever rebuilt; the price is twice the memory. A larger
-index type would replace ``_new``: IVF needs ``DirectMap.Hashtable`` for removal by id, HNSW cannot remove at all.
+The search is exact (``IndexIDMap2(IndexFlatIP)``) up to ``APPROXIMATE_FROM`` vectors. From there on it is IVF, which
+looks only into the share ``SEARCHED`` of its lists whose centres are nearest. (faiss cannot remove from HNSW.)
+
+There are two copies (left and right). Readers use the published one; a writer changes the other, publishes it, waits
+until the first has no readers, and then changes that, too. A reader therefore never waits and never sees half a change;
+the price is twice the memory.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any
 
 import faiss
 import numpy as np
 
 from mpic.errors import IntegrityError
+from mpic.retriever.words import Neighbour
 
-
-class Neighbour(NamedTuple):
-    """A vector that was found: its id and the inner product with the query."""
-
-    id: int
-    score: float
+APPROXIMATE_FROM = 100_000
+SEARCHED = 1 / 8
+"""Share of its lists that IVF looks into."""
+TRAINED_ON = 64
+"""Vectors, for each list, that its centre is found from."""
 
 
 class _IndexCopy:
-    def __init__(self, index: faiss.IndexIDMap2) -> None:
+    def __init__(self, index: Any) -> None:
         self.index = index
-        self.ids: set[int] = set(faiss.vector_to_array(index.id_map).tolist())
+        self.ids: set[int] = set(_ids(index))
         self.readers = 0
 
 
@@ -38,42 +41,68 @@ class VectorIndex:
 
     Args:
         dimension: dimension of the vectors.
+        approximate_from: number of vectors from which the search is approximate; 0: never.
+        like: ``[n, dimension]`` fp32, as many and such vectors as it is made for; None: few.
     """
 
-    def __init__(self, dimension: int) -> None:
-        self.dimension = dimension
-        self._shown, self._other = _IndexCopy(_new(dimension)), _IndexCopy(_new(dimension))
+    def __init__(
+        self, dimension: int, approximate_from: int = APPROXIMATE_FROM, like: np.ndarray | None = None
+    ) -> None:
+        self.dimension, self.approximate_from = dimension, approximate_from or math.inf
+        if like is not None and len(like) >= self.approximate_from:
+            index = _trained(like)
+        else:
+            index = faiss.IndexIDMap2(faiss.IndexFlatIP(dimension))
+        self._shown, self._other = _IndexCopy(index), _IndexCopy(faiss.clone_index(index))
         self._writing = threading.Lock()
         self._reading = threading.Condition()
 
     def __len__(self) -> int:
         return self._shown.index.ntotal
 
-    def search(
-        self, query: np.ndarray, k: int, among: np.ndarray | None = None
-    ) -> tuple[list[Neighbour], np.ndarray]:
-        """Find the ``k`` best neighbours, best first, with their vectors.
+    @property
+    def kind(self) -> str:
+        """Return what serves, in words."""
+        index: Any = self._shown.index
+        if not _is_ivf(index):
+            return "flat (exact)"
+        return f"IVF (approximate: the {index.nprobe:,} nearest of {index.nlist:,} lists)"
+
+    @property
+    def outgrown(self) -> bool:
+        """Return whether so many vectors ask for an index made anew: another kind, or more lists."""
+        size, index = len(self), self._shown.index
+        if not _is_ivf(index):
+            return size >= self.approximate_from
+        return size < self.approximate_from / 2 or _lists(size) > 2 * index.nlist
+
+    def search(self, query: np.ndarray, k: int, among: np.ndarray | None = None) -> list[Neighbour]:
+        """Return the ``k`` best neighbours, best first, with their inner products; fewer only if there are no more.
+        With ``among`` the search is exact.
 
         Args:
             query: ``[dimension]`` fp32.
             among: int64 ids that may be found; None for all.
-
-        Returns:
-            neighbours and ``[found, dimension]`` fp32.
         """
         with self._reader() as side, one_thread():
             k = min(k, side.index.ntotal if among is None else len(among))
             if k == 0:
-                return [], np.empty((0, self.dimension), np.float32)
-            options = None
+                return []
+            index, options = side.index, {}
             if among is not None:
-                options = faiss.SearchParameters(sel=faiss.IDSelectorBatch(np.asarray(among, np.int64)))  # ty: ignore[unknown-argument] (faiss adds it at import)
-            scores, ids, vectors = side.index.search_and_reconstruct(
-                np.ascontiguousarray(query[None], np.float32), k, params=options
-            )
+                options["sel"] = faiss.IDSelectorBatch(np.asarray(among, np.int64))
+            row = np.ascontiguousarray(query[None], np.float32)
+            ways = [faiss.SearchParameters(**options)]
+            if _is_ivf(index):  # all lists where the ids are given, or where the nearest ones have too few
+                lists = [index.nlist] if among is not None else [index.nprobe, index.nlist]
+                ways = [faiss.SearchParametersIVF(nprobe=n, **options) for n in lists]  # ty: ignore[unknown-argument] (faiss adds it at import)
+            for way in ways:
+                scores, ids = index.search(row, k, params=way)
+                if ids[0, -1] >= 0:
+                    break
         found = ids[0] >= 0
         pairs = zip(ids[0][found].tolist(), scores[0][found].tolist(), strict=True)
-        return [Neighbour(id, score) for id, score in pairs], vectors[0][found]
+        return [Neighbour(id, score) for id, score in pairs]
 
     def put(self, ids: Sequence[int] | np.ndarray, vectors: np.ndarray) -> None:
         """Add vectors, in place of those that have the same ids.
@@ -110,20 +139,22 @@ class VectorIndex:
             return faiss.serialize_index(side.index)
 
     @classmethod
-    def deserialize(cls, data: np.ndarray, dimension: int) -> VectorIndex:
+    def deserialize(
+        cls, data: np.ndarray, dimension: int, approximate_from: int = APPROXIMATE_FROM
+    ) -> VectorIndex:
         """Make an index from the bytes of ``serialize``, whose checksum the caller has verified.
 
         Raises:
             ValueError: it is not such an index.
         """
-        index = cls(dimension)
+        index = cls(dimension, approximate_from)
         sides = []
         for _ in range(2):
             try:
                 read = faiss.deserialize_index(data)
             except RuntimeError as error:
                 raise ValueError(f"faiss cannot read it: {error}") from error
-            if not isinstance(read, faiss.IndexIDMap2) or read.d != dimension:
+            if not isinstance(read, faiss.IndexIDMap2 | faiss.IndexIVFFlat) or read.d != dimension:
                 raise ValueError(f"it holds a {type(read).__name__} of {read.d} dimensions")
             sides.append(_IndexCopy(read))
         index._shown, index._other = sides
@@ -136,7 +167,7 @@ class VectorIndex:
         """Check that both sides agree with their ids and with each other. Raise IntegrityError."""
         with self._writing:
             for side in (self._shown, self._other):
-                mapped = faiss.vector_to_array(side.index.id_map).tolist()
+                mapped = _ids(side.index)
                 if len(mapped) != side.index.ntotal or set(mapped) != side.ids or side.ids != self._shown.ids:
                     raise IntegrityError("the vector index and its ids disagree")
 
@@ -164,8 +195,34 @@ class VectorIndex:
             change(self._other)
 
 
-def _new(dimension: int) -> faiss.IndexIDMap2:
-    return faiss.IndexIDMap2(faiss.IndexFlatIP(dimension))
+def _is_ivf(index: Any) -> bool:
+    return isinstance(index, faiss.IndexIVFFlat)
+
+
+def _lists(size: int) -> int:
+    """Return the number of lists for so many vectors."""
+    return max(1, round(2 * math.sqrt(size)))
+
+
+def _trained(vectors: np.ndarray) -> faiss.IndexIVFFlat:
+    """Return an empty IVF index for such vectors."""
+    dimension = vectors.shape[1]
+    index = faiss.IndexIVFFlat(
+        faiss.IndexFlatIP(dimension), dimension, _lists(len(vectors)), faiss.METRIC_INNER_PRODUCT
+    )
+    index.nprobe = math.ceil(index.nlist * SEARCHED)
+    index.cp.max_points_per_centroid, index.cp.min_points_per_centroid = TRAINED_ON, 1
+    with one_thread():
+        index.train(np.ascontiguousarray(vectors, np.float32))
+    return index
+
+
+def _ids(index: Any) -> list[int]:
+    if not _is_ivf(index):
+        return faiss.vector_to_array(index.id_map).tolist()
+    lists = index.invlists
+    sizes = [(i, lists.list_size(i)) for i in range(index.nlist)]
+    return [id for i, n in sizes if n for id in faiss.rev_swig_ptr(lists.get_ids(i), n).tolist()]
 
 
 def _remove(side: _IndexCopy, ids: list[int]) -> None:

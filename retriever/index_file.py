@@ -40,8 +40,8 @@ class IndexFile:
         parts = [MAGIC, len(head).to_bytes(4, "little"), head, memoryview(data)]
         write_durably(self._files, self.path, [memoryview(part) for part in parts])
 
-    def read(self, revision: int) -> VectorIndex:
-        """Read the index as of ``revision``.
+    def read(self, revision: int, approximate_from: int) -> VectorIndex:
+        """Read the index as of ``revision``; for ``approximate_from`` see ``VectorIndex``.
 
         Raises:
             FileNotFoundError: there is none.
@@ -61,7 +61,7 @@ class IndexFile:
                 raise ValueError("it is another embedder's")
             if header["revision"] != revision:
                 raise ValueError("stale: vectors have changed since it was written")
-            index = VectorIndex.deserialize(data, self._name.dimension)
+            index = VectorIndex.deserialize(data, self._name.dimension, approximate_from)
         except (KeyError, TypeError, UnicodeDecodeError) as error:
             raise ValueError(f"damaged: {error!r}") from error
         except json.JSONDecodeError as error:

@@ -32,13 +32,14 @@ class ReferenceIndexer:
 
     Args:
         library: opened; its references are kept indexed from now on.
+        approximate_from: see ``VectorIndex``.
 
     Attributes:
         problem: the error of the last batch that could not be embedded.
     """
 
-    def __init__(self, library: Library, embedder: Embedder) -> None:
-        self.library, self.embedder = library, embedder
+    def __init__(self, library: Library, embedder: Embedder, approximate_from: int) -> None:
+        self.library, self.embedder, self._approximate_from = library, embedder, approximate_from
         self.counters: Counter[str] = Counter()
         self.problem: str | None = None
         self._failed = Failures()
@@ -60,13 +61,14 @@ class ReferenceIndexer:
             if self._vectors is None:
                 from mpic.retriever.vectors import Vectors  # imports faiss, which a start does not need
 
-                vectors = Vectors(self.library, self.embedder.name)
+                vectors = Vectors(self.library, self.embedder.name, self._approximate_from)
                 self.counters["index_rebuilt"] += vectors.damaged
-                if not vectors.mismatch and vectors.rows.missing(limit=1):
-                    with self._work:
+                behind = not vectors.mismatch and bool(vectors.rows.missing(limit=1))
+                with self._work:
+                    self._vectors = vectors
+                    if behind:
                         self._catching_up, self._after = True, ""
-                        self._work.notify_all()
-                self._vectors = vectors
+                    self._work.notify_all()
             return self._vectors
 
     def flush(self, timeout: float = 60.0) -> bool:
@@ -99,6 +101,8 @@ class ReferenceIndexer:
             "reindexing": running,
             "mismatch": [str(name) for name in vectors.mismatch],
             "index": vectors.opened_from,
+            "kind": vectors.index.kind,
+            "words": None if vectors.words is None else len(vectors) - len(vectors.wordless),
             "problem": self.problem,
             "failed": self._failed.listing(),
         }
@@ -106,7 +110,8 @@ class ReferenceIndexer:
     def check(self) -> None:
         """Check that the index holds exactly the vectors of the catalogue. Raise IntegrityError."""
         with self._work:
-            self._work.wait_for(lambda: not (self._changes or self._busy or self._catching_up), 60.0)
+            idle = lambda: not (self._changes or self._busy or self._catching_up or self._wordless)
+            self._work.wait_for(idle, 60.0)
         self.opened().check()
 
     def close(self) -> None:
@@ -118,7 +123,7 @@ class ReferenceIndexer:
         if self._changed in self.library.references.listeners:
             self.library.references.listeners.remove(self._changed)
             if self._vectors is not None:
-                self._vectors.save()
+                self._vectors.close()
 
     def _changed(self, change: Change) -> None:
         """Queue a change, which the library reports after its commit."""
@@ -158,7 +163,7 @@ class ReferenceIndexer:
                     self._busy = True  # not while catching up, which flush does not wait for
                     return ids
                 self._rests.take(1)
-                if self._catching_up and self._rests.pause() is None:
+                if (self._wordless or self._catching_up) and self._rests.pause() is None:
                     return []
                 self._work.wait(soonest(self._retries, self._rests))
             return None
@@ -173,8 +178,15 @@ class ReferenceIndexer:
             self._settled([id])
         self._embed(current)
 
+    @property
+    def _wordless(self) -> Sequence[int]:
+        return [] if self._vectors is None else self._vectors.wordless
+
     def _catch_up(self) -> None:
         vectors = self.opened()
+        if vectors.wordless:
+            self._add_words(vectors)
+            return
         after = self._after
         ids = vectors.rows.missing(after, BATCH)
         if not ids:
@@ -190,27 +202,41 @@ class ReferenceIndexer:
             else:
                 self._catching_up = False
 
+    def _add_words(self, vectors: Vectors) -> None:
+        """Index the words of references that have a vector already: of an earlier version's library, or where the index
+        of words was lost."""
+        rows = vectors.rows.some(vectors.wordless[:BATCH])
+        current = {
+            (r.id, r.version): r for r in self.library.references.many({id for id, *_ in rows.values()})
+        }
+        found = [(id, current.get(row[:2])) for id, row in rows.items()]
+        texts = [(id, reference, self._content(reference, False)) for id, reference in found if reference]
+        words = [(id, words_of(reference, text)) for id, reference, text in texts if text is not None]
+        vectors.add_words(words, BATCH)
+        with self._work:
+            self._rests.forget([CATCH_UP])
+            self._work.notify_all()
+
     def _embed(self, references: Sequence[Reference]) -> None:
         """Embed references, commit the vectors, then show them. A reference that cannot be read or embedded is left
         without a vector."""
         if not references:
             return
         opened = self.opened()
-        embedded: list[tuple[Reference, np.ndarray]] = []
+        embedded: list[tuple[Reference, np.ndarray, str]] = []
         for kind in ("image", "text"):
             for read in self._read([r for r in references if r.kind == kind]):
                 vectors = embed_each(self.embedder, kind, [content for _, content in read])
-                those = [reference for reference, _ in read]
+                those = [(r, words_of(r, content if kind == "text" else "")) for r, content in read]
                 read.clear()  # large images are dropped before the next are decoded
-                for reference, vector in zip(those, vectors, strict=True):
+                for (reference, words), vector in zip(those, vectors, strict=True):
                     if isinstance(vector, MPICError):
                         self._fail(reference, vector)
                     else:
-                        embedded.append((reference, vector))
+                        embedded.append((reference, vector, words))
         if embedded:
-            vectors = np.stack([vector for _, vector in embedded])
-            kept = [reference for reference, _ in embedded]
-            self.counters["embedded"] += opened.put(kept, vectors)
+            kept, vectors, words = zip(*embedded, strict=True)
+            self.counters["embedded"] += opened.put(kept, np.stack(vectors), words)
             self._settled([reference.id for reference in kept])
 
     def _settled(self, ids: Sequence[str]) -> None:
@@ -237,11 +263,14 @@ class ReferenceIndexer:
         if batch:
             yield batch
 
-    def _content(self, reference: Reference) -> Any:
-        """Return the text or image of a version, or None if it is gone or cannot be read."""
+    def _content(self, reference: Reference, picture: bool = True) -> Any:
+        """Return the text or image of a version, or None if it is gone or cannot be read; without ``picture`` an empty
+        text in place of an image."""
         try:
             references = self.library.references
-            return references.image(reference) if reference.kind == "image" else references.text(reference)
+            if reference.kind == "text":
+                return references.text(reference)
+            return references.image(reference) if picture else ""
         except (MPICError, OSError) as error:  # one failure must not stop the others
             self._fail(reference, error)
             return None
@@ -260,3 +289,8 @@ class ReferenceIndexer:
                 return
             self.opened().remove(reference.id)
         self._failed.add(reference.id, error)
+
+
+def words_of(reference: Reference, text: str) -> str:
+    """Return all words of a reference."""
+    return "\n".join((reference.title, reference.description, text))

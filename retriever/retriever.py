@@ -1,10 +1,16 @@
-"""The retriever finds references by text and images."""
+"""The retriever finds references by text and images.
+
+The nearest vectors and the texts with the query's words are two lists, which are fused by rank: a place ``r``, counted
+from 1, is worth ``1 / (60 + r)``, and a reference gets the sum of its places (reciprocal rank fusion: Cormack, Clarke,
+Buettcher, SIGIR 2009). Captions seldom say all that a picture shows, so a picture's place among the words counts only
+where it is better than its place among the vectors, which counts twice otherwise.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +23,7 @@ from mpic.imaging.budget import Budget
 from mpic.library.records import Reference
 from mpic.retriever.embedder import Embedder
 from mpic.retriever.indexer import ReferenceIndexer
+from mpic.retriever.words import Neighbour, available
 
 if TYPE_CHECKING:
     from mpic.library import Library
@@ -24,6 +31,9 @@ if TYPE_CHECKING:
 MAX_TOP_K = 100
 MAX_GUESSES = 4
 SEARCHES_WAITING = 16
+FUSION = 60
+DEPTH = 50
+"""Places of each list that are fused, at least."""
 log = logging.getLogger(__name__)
 
 
@@ -40,10 +50,18 @@ class Query:
 
 
 class SearchHit(NamedTuple):
-    """A reference that was found; ``score`` is the cosine between its vector and the query's, -1 to 1."""
+    """A reference that was found.
+
+    Args:
+        score: the cosine between its vector and the query's, -1 to 1.
+        words: its BM25 where the query's words found it, above 0; None otherwise.
+        found_by: the lists that it was in, ``vector`` and ``words``.
+    """
 
     reference: Reference
     score: float
+    words: float | None = None
+    found_by: tuple[str, ...] = ("vector",)
 
 
 class Retriever:
@@ -53,12 +71,21 @@ class Retriever:
     Args:
         library: opened; its references are kept indexed from now on.
         duplicates: references at least this similar to a better hit are left out of a result; above 1 disables this.
+        approximate_from: see ``VectorIndex``.
     """
 
-    def __init__(self, library: Library, embedder: Embedder, duplicates: float = 0.999) -> None:
+    def __init__(
+        self,
+        library: Library,
+        embedder: Embedder,
+        duplicates: float = 0.999,
+        approximate_from: int = 100_000,
+    ) -> None:
         self.library, self.embedder, self.duplicates = library, embedder, duplicates
-        self.indexer = ReferenceIndexer(library, embedder)
+        self.indexer = ReferenceIndexer(library, embedder, approximate_from)
         self.counters = self.indexer.counters
+        if not available():
+            log.warning("this Python's SQLite has no FTS5: vectors alone find references, words do not")
         self._pictures = Budget(1, SEARCHES_WAITING)
         self._lock = threading.Lock()
         self._closed = False
@@ -105,29 +132,40 @@ class Retriever:
         if nothing and not query.images:
             return []
         vector = self._vector(query)  # a bad image is refused even if there is nothing to find
-        return [] if nothing else self._best(vector, top_k, min_score, among)
+        return [] if nothing else self._best(vector, query.text, top_k, min_score, among)
 
     def _best(
-        self, vector: np.ndarray, top_k: int, min_score: float | None, among: np.ndarray | None
+        self, vector: np.ndarray, text: str, top_k: int, min_score: float | None, among: np.ndarray | None
     ) -> list[SearchHit]:
         opened = self.indexer.opened()
-        k = 2 * top_k + 8
+        k = max(2 * top_k + 8, DEPTH)
+        words = [] if opened.words is None else opened.words.search(text, k, among)
+        scores = dict(words)
         while True:
-            neighbours, vectors = opened.index.search(vector, k, among)
-            versions = opened.rows.versions([n.id for n in neighbours])
-            found = self.library.references.many({id for id, _ in versions.values()})
-            current = {(r.id, r.version): r for r in found}
+            neighbours = opened.index.search(vector, k, among)
+            places, by_words = _places(neighbours), _places(words)
+            rows = opened.rows.some([*{**places, **by_words}])
+            current = {
+                (r.id, r.version): r for r in self.library.references.many({r[0] for r in rows.values()})
+            }
+            # what is missing is of an older version
+            found = [(id, current[row[:2]], row[2]) for id, row in rows.items() if row[:2] in current]
+            pictures = "image" if words else None
+            found.sort(
+                key=lambda one: -_worth(places.get(one[0]), by_words.get(one[0]), one[1].kind == pictures)
+            )
             hits: list[SearchHit] = []
-            kept: list[int] = []
-            for at, neighbour in enumerate(neighbours):
-                reference = current.get(versions.get(neighbour.id, ("", 0)))  # None: of an older version
-                if reference is None or (min_score is not None and neighbour.score < min_score):
+            kept: list[np.ndarray] = []
+            for id, reference, row in found:
+                score = float(row @ vector)
+                if min_score is not None and score < min_score:
                     continue
-                alike = kept and float((vectors[kept] @ vectors[at]).max()) >= self.duplicates
+                alike = kept and float((np.stack(kept) @ row).max()) >= self.duplicates
                 if alike or any(reference.key == hit.reference.key for hit in hits):
                     continue
-                hits.append(SearchHit(reference, neighbour.score))
-                kept.append(at)
+                by = (("vector",) if id in places else ()) + (("words",) if id in by_words else ())
+                hits.append(SearchHit(reference, score, scores.get(id), by))
+                kept.append(row)
             below = min_score is not None and neighbours and neighbours[-1].score < min_score
             if len(hits) >= top_k or len(neighbours) < k or below:
                 return hits[:top_k]
@@ -184,3 +222,18 @@ class Retriever:
             self._closed = True
         self._guessing.shutdown(wait=True, cancel_futures=True)
         self.indexer.close()
+
+
+def _places(found: Sequence[Neighbour]) -> dict[int, int]:
+    """Return the place of each id, counted from 1; equal scores share one."""
+    places: dict[int, int] = {}
+    for at, (id, score) in enumerate(found):
+        tied = at and score == found[at - 1].score
+        places[id] = places[found[at - 1].id] if tied else at + 1
+    return places
+
+
+def _worth(place: int | None, by_words: int | None, picture: bool) -> float:
+    """Return what two places are worth together; None: not in that list."""
+    worth, more = (0.0 if one is None else 1 / (FUSION + one) for one in (place, by_words))
+    return worth + (max(worth, more) if picture else more)

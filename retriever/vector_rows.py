@@ -122,13 +122,15 @@ class VectorRows:
         )
         return [EmbedderName(*row) for row in rows]
 
-    def versions(self, ids: Sequence[int]) -> dict[int, tuple[str, int]]:
-        """Return the reference and its version for each vector."""
+    def some(self, ids: Sequence[int]) -> dict[int, tuple[str, int, np.ndarray]]:
+        """Return the reference, its version and the vector ``[dimension]`` fp32 for each of these ids that is there."""
         rows = self._catalog.read(
-            "SELECT v.id, v.reference, v.version FROM json_each(?) AS asked JOIN vectors v ON v.id = asked.value",
+            "SELECT v.* FROM json_each(?) AS asked JOIN vectors v ON v.id = asked.value",
             json.dumps(list(ids)),
         )
-        return {row["id"]: (row["reference"], row["version"]) for row in rows}
+        return {
+            row["id"]: (row["reference"], row["version"], np.frombuffer(row["vector"], "<f4")) for row in rows
+        }
 
     def matching(self, filter: Mapping[str, Any]) -> np.ndarray:
         """Return the ids of vectors whose references match a filter.

@@ -20,10 +20,12 @@ SAID = 3
 
 
 class Words:
-    """A tokenizer that spells every id in brackets."""
+    """A tokenizer that spells every id in brackets; the id ``newline`` ends a line as well."""
+
+    newline = -1
 
     def decode(self, ids, **options) -> str:
-        return "".join(f"[{i}]" for i in ids)
+        return "".join(f"[{i}]" + "\n" * (i == self.newline) for i in ids)
 
 
 def spell(monkeypatch) -> None:

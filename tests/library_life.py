@@ -78,7 +78,10 @@ def live(life):
     life.step({"shared": SHARED_CHUNK}, lambda: library.store.save(SHARED_CHUNK))
     del held
     life.step({}, library.references.collect_retired)
-    life.step({"E": (b"short", clock.now + 5)}, lambda: library.files.add("ann", b"short", "e", "E", 5))
+    life.step(
+        {"E": (b"short", clock.now + 5)},
+        lambda: library.files.add("ann", b"short", "e", "E", expires_after=5),
+    )
     clock.now += 5
     life.step({"E": None}, library.files.collect_expired)
     life.step({"C": None}, lambda: library.caches.delete("ann", cache.id))

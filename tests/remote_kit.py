@@ -110,7 +110,7 @@ def tier_of(library):
 def settled(library):
     """Wait until nothing is left to be written; return the tier's counters."""
     tier = tier_of(library)
-    left = lambda: tier._working or tier._uploads or tier._deletions or tier._damaged or tier._measure
+    left = lambda: tier._working or tier._uploads or tier._deletions or tier._damaged
     with tier._changed:
         assert tier._changed.wait_for(lambda: not left(), PATIENCE), "it has not been written"
     return tier.stats()

@@ -131,11 +131,18 @@ class Linker:
         write(self.files / path, ChunkKV(key, inputs, kv.contiguous()))
         return inputs, (path, key.digest)
 
-    def order(self, prompt: Prompt, policy_text: str, files: dict[int, tuple[str, str]] | None = None):
+    def order(
+        self,
+        prompt: Prompt,
+        policy_text: str,
+        files: dict[int, tuple[str, str]] | None = None,
+        shared: bool = False,
+    ):
         """Return token ids, order and chunk inputs of a prompt.
 
         Args:
             files: path and key to use instead for a chunk, by its number.
+            shared: map resident chunks; the ids are then the own ones alone.
         """
         policy = parse_policy(policy_text)
         found = [self.file(chunk, policy.wrapping) for chunk in prompt.chunks]
@@ -153,7 +160,8 @@ class Linker:
                 header, trailer = self.adapter.lengths
                 own = own[header : len(own) - trailer]
             ids += self.wrapped(own.tolist(), policy.wrapping)
-        return ids, make_link_order(make_plan(shapes, policy), names), inputs
+        order = make_link_order(make_plan(shapes, policy), names, shared)
+        return order.ids(ids), order, inputs
 
     def link(self, prompt: Prompt, policy: str, salt: str | None = None, **changes: Any) -> tuple[dict, dict]:
         """Return a prompt and its ``kv_transfer_params`` for ``run``."""

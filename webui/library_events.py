@@ -45,15 +45,17 @@ class LibraryEvents:
 
     @told
     async def act(self, event: gr.EventData, request: gr.Request) -> tuple[Any, ...]:
-        """Open or remove a file. Return the list, its timer, the file, its id, its handle, and the tab."""
+        """Open, pin, prefetch or remove a file. Return the list, its timer, the file, its id and handle, the tab."""
         client, wanted = client_of(request), given(event)
         id = str(wanted.get("id"))
         match wanted.get("do"):
-            case "open":
+            case "open" | "pin" | "unpin" | "prefetch" as do:
+                await _change(client.files, id, do)
                 file = await client.files.retrieve(id)
                 shown = parts.file_view(file, await self._text(client.files, file))
                 ask = f"Delete {file.handle or file.filename} and everything compiled from it?"
-                shown += f'<p class="mpic-row">{parts.button("Delete this file", "file", "remove", "", ask, id=id)}</p>'
+                delete = parts.button("Delete this file", "file", "remove", "", ask, id=id)
+                shown += f'<p class="mpic-row">{parts.life(file, "file")}{delete}</p>'
                 listed = await self._listed(client)
                 return (
                     *listed,
@@ -135,19 +137,31 @@ class LibraryEvents:
 
     @told
     async def act_reference(self, event: gr.EventData, request: gr.Request) -> tuple[Any, ...]:
-        """Open or remove a reference. Return the list, the reference, and the tab."""
-        client, wanted = client_of(request), given(event)
-        id = str(wanted.get("id"))
+        """Open, pin, prefetch or remove a reference. Return the list, the reference, and the tab."""
+        visitor, wanted = visitor_of(request), given(event)
+        client, id = visitor.client, str(wanted.get("id"))
         match wanted.get("do"):
-            case "open":
+            case "open" | "pin" | "unpin" | "prefetch" as do:
+                await _change(client.references, id, do)
                 found = await client.references.retrieve(id)
                 shown = parts.reference_view(found, await self._text(client.references, found))
+                if visitor.role == "admin":
+                    shown += f'<p class="mpic-row">{parts.life(found, "ref")}</p>'
                 return gr.skip(), gr.update(value=shown, visible=True), gr.update(selected="references")
             case "remove":
                 await client.references.delete(id)
                 return await self.references(request), gr.update(value="", visible=False), gr.skip()
             case other:
                 raise BadRequest(f"no such action: {str(other)[:80]}", param="do")
+
+
+async def _change(collection: Any, id: str, do: str) -> None:
+    """Pin or prefetch a file or reference, as ``do`` says, or change nothing (``open``)."""
+    if do in ("pin", "unpin"):
+        await collection.pin(id, do == "pin")
+    elif do == "prefetch":
+        await collection.prefetch(id)
+        gr.Info("Its compiled KV is brought near to the device.", title="Prefetching")
 
 
 def _to(tab: str, naming: bool) -> tuple[Any, Any]:

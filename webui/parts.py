@@ -255,8 +255,9 @@ def _file(file: File) -> str:
         f"{file.tokens:,} tokens" if file.tokens else "",
         f"{file.chunk_count} chunks" if file.chunk_count > 1 else "",
         size(file.bytes),
-        " + ".join(file.tiers),
+        " + ".join(file.tiers) if file.tiers or file.state != "ready" else "compiled again on next use",
         file.press or "",
+        "pinned" if file.pinned else "",
     ]
     name, insert = file.handle or file.filename, ""
     if file.mention:
@@ -280,6 +281,8 @@ def file_view(file: File, text: str) -> str:
     head = f"<h3>{escape(file.mention or file.filename)}</h3>"
     about = [file.filename, size(file.bytes), f"added {day(file.created_at)}"]
     about += [f"expires {day(file.expires_at)}"] if file.expires_at else []
+    about += [f"KV kept unused for {file.kv_ttl:,} s"] if file.kv_ttl and not file.pinned else []
+    about += ["pinned"] if file.pinned else []
     head += f'<p class="mpic-hint">{escape(" · ".join(about))}</p>'
     if file.kind == "image":
         return (
@@ -293,6 +296,12 @@ def file_view(file: File, text: str) -> str:
         for n, (begin, end) in enumerate(borders, 1)
     )
     return f'{head}<div class="mpic-document" tabindex="0" role="region" aria-label="text">{chunks}</div>'
+
+
+def life(item: File | Reference, to: str) -> str:
+    """Return the buttons that pin the compiled KV of a file or reference, and bring it near to the device."""
+    name, do = ("Unpin", "unpin") if item.pinned else ("Pin", "pin")
+    return button(name, to, do, id=item.id) + button("Prefetch", to, "prefetch", id=item.id)
 
 
 def references(found: Iterable[Reference | ReferenceHit], admin: bool, note: str) -> str:
@@ -318,7 +327,11 @@ def _reference(one: Reference | ReferenceHit, admin: bool) -> str:
 
 
 def reference_view(one: Reference, text: str) -> str:
-    known = {"file": one.filename, "version": one.version, "updated": day(one.updated_at), **one.metadata}
+    known: dict[str, object] = {"file": one.filename, "version": one.version, "updated": day(one.updated_at)}
+    known |= {"expires": day(one.expires_at)} if one.expires_at else {}
+    known |= {"pinned": "yes"} if one.pinned else {}
+    known |= {"synced": "by the server"} if one.synced else {}
+    known |= one.metadata
     shown = (
         f'<img class="mpic-full" src="originals/{escape(one.id)}" alt="{escape(one.title)}">'
         if one.kind == "image"

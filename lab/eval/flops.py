@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from mpic.data.published import gguf_path, is_gguf
+from mpic.data.published import gguf_path, graft_folder, is_gguf
 from mpic.engine.base import GenerationUsage
 from mpic.link import DynamicPolicy, Evidence, Policy
 
@@ -61,7 +61,7 @@ def shapes_of(path: str) -> nn.Module:
         file = gguf_path(path)
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     else:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(graft_folder(path) or path)
     kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     with torch.device("meta"):
         return kind.from_config(config)

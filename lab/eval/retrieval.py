@@ -4,7 +4,10 @@ model searches, and whether the answers are correct.
 *Recall* of the retriever over 200 entries, against the generator's truth. *Answers* to the questions whose facts are
 only in the library (``form`` question of its ``queries.jsonl``), greedy, exact match: without a library,
 with ``auto``, and with the right reference in the prompt where the model expects one. *Searches*: how often the model
-asks when it must (those questions) and when it need not (held-out questions about what is in the context).
+asks when it must (those questions) and when it need not (held-out questions about what is in the context). *Asking*:
+the same by what asks (``mpic.retrieval.trigger``): *recall* is the share of those questions that are searched for, and
+*precision* the share of the searches that had to be made. There, with a trigger other than the model's own call, the
+token that begins one is never drawn, as if the model had none.
 """
 
 from __future__ import annotations
@@ -12,11 +15,13 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image
 from rich.box import SIMPLE
 from rich.console import Console
@@ -27,16 +32,26 @@ from mpic.config import EngineConfig, RetrievalConfig, bundled_model
 from mpic.data.bundled import generation_for
 from mpic.engine import load_engine
 from mpic.engine.base import Delta, Engine, GenerationRequest, Sampling
+from mpic.engine.native import engine as module
+from mpic.engine.native.sampling import Drawing
 from mpic.library import Library
 from mpic.library.copies.bulk_import import LibraryTarget, import_references
 from mpic.link import parse_policy
 from mpic.model.dtype_choice import dtype_for_results
 from mpic.model.load import choose_device
 from mpic.prompt import ChatTemplate, build_prompt
+from mpic.prompt.calls import OPENS
 from mpic.prompt.segments import Prompt
 from mpic.retriever import Embedder, Query, Retriever, SearchHit
 from mpic.server.resolver import LibraryResolver
-from mpic.server.retrieval import AutoRetrieval, Searcher, call_style, with_simulated_call
+from mpic.server.retrieval import (
+    AutoRetrieval,
+    Searcher,
+    call_style,
+    search_of,
+    with_protocol,
+    with_simulated_call,
+)
 from mpic_lab.generator import references
 from mpic_lab.generator.client import content_part
 from mpic_lab.generator.tasks import Generator
@@ -46,6 +61,11 @@ TOP_KS = (1, 5)
 CONTEXT_TASKS = ("image", "card", "biography", "needle", "compare", "mixed")
 CONTEXT_QUESTIONS = 20
 TOKENS = 32
+ASKING: tuple[dict[str, Any], ...] = (
+    {"trigger": "call"},
+    {"trigger": "prompted"},
+    *({"trigger": "confidence", "confidence": least} for least in (0.5, 0.7, 0.9)),
+)
 
 
 def evaluate(policy: str = "mpic-16", limit: int = 1000, model: str | None = None) -> dict[str, Any]:
@@ -71,6 +91,7 @@ def evaluate(policy: str = "mpic-16", limit: int = 1000, model: str | None = Non
                 "recall": recall(setup.retriever, queries, limit),
                 "answers": answers(setup, _limited(queries, limit)),
                 "searches": searches(setup, min(limit, CONTEXT_QUESTIONS)),
+                "asking": asking(setup, _limited(queries, limit), min(limit, CONTEXT_QUESTIONS)),
             }
         finally:
             engine.close()
@@ -136,6 +157,17 @@ class RetrievalSetup:
         searching = Searcher(self.retriever, RetrievalOptions(mode="auto", **options))
         return replace(request, retrieval=AutoRetrieval(searching, self.template, self.style))
 
+    def asks(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> GenerationRequest:
+        """Return a request whose model, or the engine for it, asks as the options say."""
+        searching = Searcher(self.retriever, RetrievalOptions(mode="auto", **options))
+        text = "\n".join(texts_of(messages[-1]["content"]))
+        search = search_of(searching, self.template, RetrievalConfig(), Query(text))
+        if search.trigger == "prompted":
+            messages = with_protocol(messages)
+        request = self.plain(messages)
+        sampling = replace(request.sampling, logprobs=0 if search.trigger == "confidence" else None)
+        return replace(request, retrieval=search, sampling=sampling)
+
     def given(self, query: dict[str, Any], asked: str) -> GenerationRequest:
         """Return a request with the right reference in the prompt, at the place where the model expects the result of
         a search."""
@@ -190,17 +222,9 @@ def answers(setup: RetrievalSetup, queries: Sequence[dict[str, Any]]) -> list[di
 
 def searches(setup: RetrievalSetup, questions: int) -> list[dict[str, Any]]:
     """Return by task how often the model searches although the answer is in the context."""
-    rows, world = [], WORLDS[setup.generation]
+    rows = []
     for task in CONTEXT_TASKS:
-        requests = []
-        for seed in range(questions):
-            (turn, *_) = Generator(50_000 + seed, "eval", world=world).task(task, 2).turns
-            requests.append(
-                setup.auto(
-                    setup.plain([{"role": "user", "content": [content_part(part) for part in turn.user]}])
-                )
-            )
-        got = setup.run(requests)
+        got = setup.run([setup.auto(setup.plain(asked)) for asked in in_context(setup, task, questions)])
         rows.append(
             {
                 "task": task,
@@ -211,6 +235,59 @@ def searches(setup: RetrievalSetup, questions: int) -> list[dict[str, Any]]:
     total = sum(row["questions"] for row in rows)
     share = sum(row["searched"] * row["questions"] for row in rows) / total
     return [*rows, {"task": "all", "questions": total, "searched": round(share, 4)}]
+
+
+def in_context(setup: RetrievalSetup, task: str, questions: int) -> Iterator[list[dict[str, Any]]]:
+    """Yield conversations about what is in them."""
+    for seed in range(questions):
+        (turn, *_) = Generator(50_000 + seed, "eval", world=WORLDS[setup.generation]).task(task, 2).turns
+        yield [{"role": "user", "content": [content_part(part) for part in turn.user]}]
+
+
+def asking(setup: RetrievalSetup, queries: Sequence[dict[str, Any]], questions: int) -> list[dict[str, Any]]:
+    """Return by trigger how often a search is made where it must and where it need not."""
+    must = [[{"role": "user", "content": query["text"]}] for query in queries]
+    need_not = [asked for task in CONTEXT_TASKS for asked in in_context(setup, task, questions)]
+    rows = []
+    for options in ASKING:
+        with muted(setup.template, OPENS) if options["trigger"] != "call" else nullcontext():
+            got = setup.run([setup.asks(messages, options) for messages in must])
+            spare = setup.run([setup.asks(messages, options) for messages in need_not])
+        asked, too_often = (sum(bool(g.usage.retrieval) for g in some) for some in (got, spare))
+        right = sum(g.text.strip() == q["answer"] for g, q in zip(got, queries, strict=True))
+        rows.append(
+            {
+                "task": " ".join(map(str, options.values())),
+                "recall": round(asked / len(got), 4),
+                "precision": round(asked / (asked + too_often), 4) if asked + too_often else None,
+                "asked in vain": round(too_often / len(spare), 4),
+                "right answers": round(right / len(got), 4),
+            }
+        )
+    return rows
+
+
+@contextmanager
+def muted(template: ChatTemplate, token: str) -> Iterator[None]:
+    """Keep the native engine from drawing a token; its probability is 0."""
+    banned = template.tokenizer.convert_tokens_to_ids(token)
+
+    def drawing(logits: torch.Tensor, *rest: Any) -> Drawing:
+        with torch.inference_mode():
+            logits[:, banned] = float("-inf")
+        return Drawing(logits, *rest)
+
+    module.Drawing = drawing  # ty: ignore[invalid-assignment]
+    try:
+        yield
+    finally:
+        module.Drawing = Drawing
+
+
+def texts_of(content: str | Sequence[dict[str, Any]]) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    return [part["text"] for part in content if part["type"] == "text"]
 
 
 def _limited(queries: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
@@ -224,8 +301,8 @@ def _limited(queries: Sequence[dict[str, Any]], limit: int) -> list[dict[str, An
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
-    """Print three tables of tasks and figures, with the longer dimension as rows."""
-    for name in ("recall", "answers", "searches"):
+    """Print the tables of tasks and figures, with the longer dimension as rows."""
+    for name in ("recall", "answers", "searches", "asking"):
         rows = report[name]
         keys = [key for key in rows[0] if key not in ("task", "form")]
         lines = [["", *keys]]

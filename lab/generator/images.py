@@ -70,9 +70,10 @@ def draw_scene(rng: random.Random, count: int | None = None, digits: bool = True
     return Scene(tuple(zip(quadrants, colours, shapes, strict=True)))
 
 
-def _outline(
+def outline(
     shape: str, draw: ImageDraw.ImageDraw, cx: float, cy: float, r: float, fill: tuple[int, ...]
 ) -> None:
+    """Draw a shape or digit of radius `r` around a point, pixels."""
     if shape == "circle":
         draw.ellipse([cx - r, cy - r, cx + r, cy + r], fill=fill)
     elif shape == "square":
@@ -101,7 +102,7 @@ def _sprite(colour: str, shape: str, rng: random.Random) -> np.ndarray:
     radius = rng.uniform(0.31, 0.43) * side
     cx, cy = (side * (0.5 + rng.uniform(-0.06, 0.06)) for _ in range(2))
     fill = (*tuple(int(max(0, min(255, v + rng.uniform(-15, 15)))) for v in COLOURS[colour]), 255)
-    _outline(shape, ImageDraw.Draw(canvas), cx, cy, radius, fill)
+    outline(shape, ImageDraw.Draw(canvas), cx, cy, radius, fill)
     return np.asarray(canvas.resize((CELL, CELL), PILImage.Resampling.LANCZOS), dtype=np.float32)
 
 
@@ -137,7 +138,7 @@ def _masks(split: Split, shape: str) -> list[np.ndarray]:
         canvas = PILImage.new("L", (2 * side, 2 * side), 0)
         radius = rng.uniform(0.30, 0.43) * side
         cx, cy = (side * (0.5 + rng.uniform(-0.06, 0.06)) for _ in range(2))
-        _outline(shape, ImageDraw.Draw(canvas), 2 * cx, 2 * cy, 2 * radius, 255)
+        outline(shape, ImageDraw.Draw(canvas), 2 * cx, 2 * cy, 2 * radius, 255)
         out.append(np.asarray(canvas.resize((side, side), PILImage.Resampling.BOX)))
     return out
 

@@ -1,4 +1,4 @@
-"""`mpic train packet`."""
+"""`mpic train packet` and `mpic train tower`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,13 @@ import typer
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    help="Train adapters of any model.",
+    help="Train adapters of any model, and a vision tower for a text model.",
 )
 
 GONE = (
     "the bundled models are trained no more; the trainers that made them are in the history of the repository "
     "(docs/demo-model.md)"
 )
-
-
-@app.callback()
-def commands() -> None:
-    """Keep `packet` the name of a command while it is the only one."""
 
 
 Seed = Annotated[int, typer.Option(help="seed of weights and data")]
@@ -92,6 +87,56 @@ def packet(
     loaded = load_model(folder, device=device, dtype=dtype_for_results(dtype, choose_device(device)))
     adapter = PacketTrainer(loaded, settings, resume, typer.echo).run()
     typer.echo(f"{settings.out / 'adapter.safetensors'} is ready: {adapter.digest[:12]}")
+
+
+@app.command()
+def tower(
+    out: Annotated[
+        Path, typer.Option(help="folder of checkpoints and log; a run goes on from what is there")
+    ],
+    language_model: Annotated[
+        str, typer.Option(help="folder, GGUF file or name of a text model; it stays as it is")
+    ] = "smollm2",
+    minutes: Annotated[float, typer.Option(min=0, help="stop after so long; 0: run to the end")] = 0.0,
+    stage: Annotated[
+        Literal["all", "words", "sight", "join", "answers"], typer.Option(help="the one to run")
+    ] = "all",
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="of the last stage; with more of them a run that is done goes on"),
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="of torch")] = 1,
+    seed: Seed = 0,
+) -> None:
+    """Train a vision tower that gives a language model eyes; every weight of that model stays as it is.
+
+    The pictures are drawn shapes with questions in ordinary English, so photographs are beyond it. Stop it and start it
+    again as you like: it goes on from its last checkpoint.
+    """
+    import torch
+
+    from mpic.model.gguf_model import folder_of
+    from mpic_lab.train.tower import TowerTrainer
+    from mpic_lab.train.tower_run import STEPS, Settings
+
+    torch.set_num_threads(threads)
+    stages = tuple(STEPS) if stage == "all" else (stage,)
+    numbers = STEPS | ({"answers": steps} if steps else {})
+    settings = Settings(out, folder_of(language_model), minutes, stages, numbers, seed=seed)
+    TowerTrainer(settings, typer.echo).run()
+
+
+@app.command()
+def tower_export(
+    run: Annotated[Path, typer.Argument(help="folder of `mpic train tower`")],
+    to: Annotated[Path, typer.Argument(help="folder to write, for `mpic serve --model`")],
+    language_model: Annotated[str, typer.Option(help="as in the training")] = "smollm2",
+    stage: Annotated[Literal["join", "answers"], typer.Option(help="whose checkpoint")] = "answers",
+) -> None:
+    """Write the folder of a model from a trained tower. The language model's weights are not copied into it."""
+    from mpic_lab.train.tower_export import export
+
+    export(run, to, language_model, stage)
 
 
 def _refuse(former: str) -> None:

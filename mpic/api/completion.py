@@ -7,7 +7,6 @@ from typing import Annotated, Literal, NotRequired
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
-from mpic.api import html
 from mpic.api.base import CLOSED, ClosedObject, one_of
 
 FinishReason = Annotated[str, one_of("stop", "length", "tool_calls")]
@@ -47,6 +46,12 @@ class Citation(TypedDict):
     title: str
     kind: Annotated[str, one_of("image", "text")]
     score: Annotated[float, Field(description="similarity to the query, -1 to 1")]
+    words: NotRequired[
+        Annotated[float | None, Field(description="BM25 of the query's words in it; null: not found by them")]
+    ]
+    found_by: NotRequired[
+        Annotated[list[str], Field(description="lists that it was in, fused by rank: `vector`, `words`")]
+    ]
     thumbnail: Annotated[str | None, Field(description="path of a small picture, for images")]
     query: str
 
@@ -184,6 +189,7 @@ class RetrievalRound(ClosedObject):
     error: str | None = Field(
         description="why nothing was given: nothing_found, rounds, bad_call, or an error's code"
     )
+    trigger: str = Field("", description="what asked: always (every request), call, prompted, confidence")
 
 
 class UnlinkedHandle(ClosedObject):
@@ -246,31 +252,6 @@ class ChatCompletion(ClosedObject):
     def text(self) -> str:
         """The text of the first answer."""
         return self.choices[0].message.content or ""
-
-    def _repr_html_(self) -> str:
-        """Show it in a notebook: the answer, where the tokens of its prompt came from, and one line of figures."""
-        ours = self.usage.mpic
-        counts = ours.tokens
-        if ours.trace is not None:
-            parts = [(s.state, s.end - s.start, s.label or s.kind) for s in ours.trace.spans]
-        else:
-            compiled = sum(chunk.reused for chunk in ours.chunks if chunk.tier == "compiled")
-            new = counts.computed - counts.recomputed - compiled
-            parts = [
-                ("prefix", counts.prefix_hit, "prefix"),
-                ("reused", counts.reused, "reused"),
-                ("compiled", compiled, "compiled"),
-                ("recomputed", counts.recomputed, "recomputed"),
-                ("new", new, "new"),
-            ]
-        line = (
-            f"{ours.policy}: {counts.reused} tokens reused, {counts.recomputed} recomputed, {counts.prefix_hit} of the "
-            f"prefix, of {self.usage.prompt_tokens}; first token after {ours.ms.ttft:.0f} ms"
-        )
-        for one in ours.unlinked_handles or ():
-            line += f"; {one.handle} stayed text: {one.reason}"
-        shown = html.paragraph(self.text) + html.strip(parts)
-        return f"{shown}<small>{html.escape(line)}</small>"
 
 
 class ChunkDelta(ClosedObject):

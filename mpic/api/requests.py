@@ -307,6 +307,19 @@ class RetrievalOptions(Strict):
         description="`always`: by the last user message, before the answer; `auto`: when the model asks, while it "
         "answers; what is found is linked at that place",
     )
+    trigger: Literal["call", "prompted", "confidence"] | None = Field(
+        None,
+        description="what asks (`auto`): `call`, the model, by its search tokens or a tool; `prompted`, the model, by "
+        "a line `SEARCH: words` at the start of its answer, of which the system message tells it; `confidence`, the "
+        "server, with the last user message, where the first tokens are improbable. Default: `call` if the model has "
+        "such tokens or tools, else `prompted`, without a chat template `confidence`",
+    )
+    confidence: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="`confidence`: search where the geometric mean of the first 4 tokens' probabilities is below",
+    )
     top_k: StrictInt = Field(1, ge=1, le=16, description="maximum number of references of one search")
     min_score: float | None = Field(None, ge=-1, le=1, description="leave out less similar references")
     filter: Filter | None = Field(
@@ -499,7 +512,9 @@ class CacheRequest(Strict):
     ) = None
     split: SplitOptions = SplitOptions()
     name: str | None = Field(None, min_length=1, max_length=255, description="shown in lists and traces")
-    ttl: StrictInt | None = Field(None, ge=1, description="seconds until it expires; null: never")
+    ttl: StrictInt | None = Field(
+        None, ge=1, description="seconds until it expires; null: never; left out: as the server is configured"
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> CacheRequest:
@@ -510,17 +525,33 @@ class CacheRequest(Strict):
         return self
 
 
-class FileChange(Strict):
-    """A new lifetime or a new handle of a file, or both. Fields that are left out do not change."""
+class Life(Strict):
+    """Fields that are left out do not change."""
 
     ttl: StrictInt | None = Field(None, ge=1, description="seconds from now; null: it never expires")
-    handle: StrictStr | None = Field(None, description="NAME for `IMAGE#NAME` and `FILE#NAME`; null: none")
+    pinned: StrictBool = Field(
+        False, description="whether its compiled KV is kept when its owner's newer ones need room"
+    )
 
     @model_validator(mode="after")
-    def _changes_something(self) -> FileChange:
+    def _changes_something(self) -> Life:
         if not self.model_fields_set:
-            raise ValueError("give a ttl, a handle or both")
+            raise ValueError(f"give one at least of {', '.join(type(self).model_fields)}")
         return self
+
+
+class KVLife(Life):
+    kv_ttl: StrictInt | None = Field(
+        None,
+        ge=1,
+        description="seconds for which its compiled KV is kept unused; null: as the server is configured",
+    )
+
+
+class FileChange(KVLife):
+    """New lifetimes, a pin or a new handle of a file. Fields that are left out do not change."""
+
+    handle: StrictStr | None = Field(None, description="NAME for `IMAGE#NAME` and `FILE#NAME`; null: none")
 
 
 class ExpiresAfter(Strict):
@@ -544,7 +575,14 @@ class UploadCreate(Strict):
         None, description="the way a document is cut into chunks, see `POST /v1/files`"
     )
     press: StrictStr | None = Field(None, description="the press that compresses it, e.g. `snapkv-50`")
-    ttl: StrictInt | None = Field(None, ge=1, description="seconds until the file expires; null: never")
+    ttl: StrictInt | None = Field(
+        None,
+        ge=1,
+        description="seconds until the file expires; null: never; left out: as the server is configured",
+    )
+    kv_ttl: StrictInt | None = Field(
+        None, ge=1, description="seconds for which its compiled KV is kept unused"
+    )
 
 
 MOST_PARTS = 1000
@@ -560,7 +598,9 @@ class UploadComplete(Strict):
     )
 
 
-class CacheChange(Strict):
-    """A new lifetime of a cache."""
+class CacheChange(KVLife):
+    """New lifetimes or a pin of a cache. Fields that are left out do not change."""
 
-    ttl: StrictInt | None = Field(ge=1, description="seconds from now; null: it never expires")
+
+class ReferenceChange(Life):
+    """A new lifetime or a pin of a reference. Fields that are left out do not change."""

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, with_config
 from typing_extensions import TypedDict
 
-from mpic.api import html
 from mpic.api.base import OPEN, ApiObject, Created, Deleted, Expiring, ItemList, ItemPage, ReadAsDict, one_of
 
 Kind = Annotated[str, one_of("image", "text")]
@@ -57,6 +56,13 @@ class FileObject(Expiring):
     )
     state: CompileState
     tiers: Tiers = Field(default_factory=tuple)
+    kv_ttl: int | None = Field(
+        None,
+        description="seconds for which its compiled KV is kept unused; null: as the server is configured",
+    )
+    pinned: bool = Field(
+        False, description="its compiled KV is not evicted for newer files, and does not expire"
+    )
     outcome: Annotated[str, one_of("created", "unchanged", "replaced")] | None = Field(
         None, description="the outcome of the upload; only in the response to it"
     )
@@ -65,21 +71,6 @@ class FileObject(Expiring):
     def mention(self) -> str | None:
         """The name of the file in prompts: ``IMAGE#NAME`` or ``FILE#NAME``; None without a handle."""
         return f"{'IMAGE' if self.kind == 'image' else 'FILE'}#{self.handle}" if self.handle else None
-
-    def _repr_html_(self) -> str:
-        return html.fields(
-            [
-                ("in prompts", self.mention or self.id),
-                ("file", f"{self.filename}, {self.bytes:,} bytes"),
-                (
-                    "state",
-                    self.state if self.status_details is None else f"{self.state}: {self.status_details}",
-                ),
-                ("tokens", self.tokens),
-                ("chunks", self.chunk_count if self.chunk_count > 1 else None),
-                ("expires", self.expires_time),
-            ]
-        )
 
 
 class FileList(ItemPage[FileObject]):
@@ -153,6 +144,13 @@ class CacheObject(Expiring):
     expires_at: int | None = None
     tokens: int | None = None
     state: CompileState
+    kv_ttl: int | None = Field(
+        None,
+        description="seconds for which its compiled KV is kept unused; null: as the server is configured",
+    )
+    pinned: bool = Field(
+        False, description="its compiled KV is not evicted for newer ones, and does not expire"
+    )
     chunks: tuple[CacheChunkObject, ...]
 
 
@@ -167,7 +165,7 @@ class CacheDeleted(Deleted):
 # ---- references
 
 
-class ReferenceObject(Created):
+class ReferenceObject(Expiring):
     """An image or text of the reference library, its newest version."""
 
     id: str
@@ -186,6 +184,11 @@ class ReferenceObject(Created):
     state: CompileState
     error: str | None = None
     thumbnail: str | None = Field(None, description="path of a small picture, for images")
+    expires_at: int | None = None
+    pinned: bool = Field(
+        False, description="its compiled KV is not evicted for newer ones, and does not expire"
+    )
+    synced: bool = Field(False, description="the server's sync has added it, and removes it")
 
     @property
     def updated_time(self) -> datetime:
@@ -195,10 +198,38 @@ class ReferenceObject(Created):
 
 class ReferenceFound(ReferenceObject):
     score: float = Field(description="similarity to the query, -1 to 1")
+    words: float | None = Field(None, description="BM25 of the query's words in it; null: not found by them")
+    found_by: tuple[str, ...] = Field(
+        default=("vector",), description="lists that it was in, fused by rank: `vector`, `words`"
+    )
 
 
 class ReferenceList(ItemPage[ReferenceObject]):
     pass
+
+
+class SyncNote(ApiObject):
+    """An entry of the folder or listing that is not in the library as it is there, and why."""
+
+    where: str
+    message: str
+    code: str
+
+
+class SyncState(ApiObject):
+    """The sync of references with a folder or listing; the counts are those of its last run."""
+
+    object: Literal["reference_sync"] = "reference_sync"
+    source: str
+    seconds: int = Field(description="time from the end of a run to the next one")
+    running: bool
+    at: int | None = Field(None, description="when the last run ended")
+    added: int = 0
+    replaced: int = 0
+    removed: int = 0
+    unchanged: int = 0
+    problem: str | None = Field(None, description="the reason why the last run could not be finished")
+    notes: tuple[SyncNote, ...] = Field((), description="entries that were left out, at most 100")
 
 
 class ReferencesFound(ItemList[ReferenceFound]):
@@ -229,6 +260,10 @@ class IndexState(ApiObject):
     reindexing: bool
     mismatch: tuple[str, ...] = Field(description="other embedders that made vectors: reindex")
     index: str = Field(description="`file`, or the reason why it was rebuilt")
+    kind: str = Field("", description="the index of vectors that serves: flat (exact) or IVF (approximate)")
+    words: int | None = Field(
+        None, description="references whose words are indexed; null: the server's SQLite has no FTS5"
+    )
     problem: str | None = Field(description="the reason why the last batch was not embedded at all")
     failed: tuple[IndexFailure, ...] = Field(description="references that cannot be embedded, the newest 100")
 

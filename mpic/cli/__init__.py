@@ -29,14 +29,15 @@ from mpic.version import VERSION
 COMMANDS = {
     "serve": ("mpic.cli.serve", "Start the server."),
     "upload": ("mpic.cli.upload", "Upload images, clips and documents; each is compiled once."),
-    "chat": ("mpic.cli.chat", "Talk to the model, about uploads too."),
+    "chat": ("mpic.cli.chat", "Ask the model, about uploads too."),
     "ui": ("mpic.cli.ui", "Serve the web interface of a server that runs elsewhere."),
     "files": ("mpic.cli.files", "Your uploads: list, show, content, rename, extend, delete."),
     "ls": ("mpic.cli.ls", "Your uploads, newest first; short for `mpic files list`."),
     "caches": ("mpic.cli.caches", "Cached texts, linked by id in any order."),
     "models": ("mpic.cli.models", "The served model, and the policies on offer."),
+    "estimate": ("mpic.cli.estimate", "What reuse would save of the requests in a log."),
     "references": ("mpic.cli.references", "The reference library: add, search, import, reindex, evaluate."),
-    "library": ("mpic.cli.library", "The folder behind a server: usage, check, backup, recover, gc."),
+    "library": ("mpic.cli.library", "The folder behind a server: usage, check, backup, recover."),
     "keys": ("mpic.cli.keys", "API keys: create, list, revoke."),
 }
 """Name of a command -> its module, and its line in ``mpic --help``."""

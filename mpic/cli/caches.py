@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mpic.cli.common import TTL, Json, NewTTL, client_command, command_app, print_listing, print_result, when
+from mpic.cli.common import (
+    KVTTL,
+    TTL,
+    Json,
+    NewTTL,
+    Off,
+    client_command,
+    command_app,
+    print_listing,
+    print_result,
+    when,
+)
 
 if TYPE_CHECKING:
     from mpic.client import MPIC
@@ -21,6 +32,7 @@ app = command_app(
     '`{"type": "cache", "cache_id": ID}`.'
 )
 
+Group = Annotated[str, typer.Argument(help="group-...")]
 Id = Annotated[str, typer.Argument(help="group-... (all of it) or cache-... (one chunk)")]
 
 
@@ -96,10 +108,37 @@ def show(client: MPIC, id: Id, as_json: Json = False) -> None:
     print_listing(cache, as_json, columns, rows, "it has no chunks left")
 
 
+@client_command(app, "kv-ttl")
+def kv_ttl(client: MPIC, id: Group, kv_ttl: KVTTL = None, as_json: Json = False) -> None:
+    """Let the compiled KV of a cache expire when nobody uses it. Its texts stay, and the next use compiles them
+    again."""
+    cache = client.caches.update(id, kv_ttl=kv_ttl)
+    kept = f"{cache.kv_ttl:,} s" if cache.kv_ttl else "as long as the server is configured"
+    print_result(cache, f"{cache.id}: its KV is kept unused for {kept}", as_json)
+
+
+@client_command(app)
+def pin(client: MPIC, id: Group, off: Off = False, as_json: Json = False) -> None:
+    """Keep the compiled KV of a cache when your newer ones need room, and when it was not used for long.
+
+    A pin does not take more of the disk than your share.
+    """
+    cache = client.caches.pin(id, not off)
+    print_result(cache, f"{cache.id} is {'not ' * off}pinned", as_json)
+
+
+@client_command(app)
+def prefetch(client: MPIC, id: Group, as_json: Json = False) -> None:
+    """Bring the compiled KV of a cache near to the device, for questions that will come soon. What has expired is
+    compiled again."""
+    cache = client.caches.prefetch(id)
+    print_result(cache, f"{cache.id} is being prefetched", as_json)
+
+
 @client_command(app)
 def extend(
     client: MPIC,
-    id: Annotated[str, typer.Argument(help="group-...")],
+    id: Group,
     ttl: NewTTL = None,
     as_json: Json = False,
 ) -> None:

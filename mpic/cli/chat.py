@@ -5,15 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from mpic.cli import completion
-from mpic.cli.common import client_command, command_app, out, read_json
-from mpic.cli.repl import ReplSession, ask_once, run_repl
+from mpic.cli.common import client_command, command_app, err, out, print_json, read_json
 from mpic.link import policy_names
 from mpic.press import press_names
+from mpic.table import printable
 
 if TYPE_CHECKING:
     from mpic.client import MPIC
+    from mpic.client.types import Usage
+
+SHOWN = 3
+"""Most handles of an answer that are shown because they stayed text."""
 
 app = command_app()
 
@@ -21,9 +26,7 @@ app = command_app()
 @client_command(app)
 def chat(
     client: MPIC,
-    message: Annotated[
-        str | None, typer.Option("--message", "-m", help="ask once, print the answer, end")
-    ] = None,
+    message: Annotated[str | None, typer.Option("--message", "-m", help="the question")] = None,
     policy: Annotated[
         str | None,
         typer.Option(
@@ -47,26 +50,64 @@ def chat(
     ] = None,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="makes sampling repeatable")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="with -m: print the whole response")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the whole response")] = False,
 ) -> None:
-    """Talk to the model. Name uploads in the text: `Compare IMAGE#EIFFEL with IMAGE#LOUVRE.`
+    """Ask the model. Name uploads in the text: `Compare IMAGE#EIFFEL with IMAGE#LOUVRE.`
 
-    After each answer one line shows how many tokens of your uploads were reused and how many recomputed. In a
-    conversation the Tab key completes handles and commands; `/help` explains them: `/upload PATH`, `/files`,
-    `/policy NAME`, `/again NAME`, `/retrieval MODE`, `/reset`, `/quit`.
+    After the answer one line on stderr shows how many tokens of your uploads were reused and how many recomputed. For a
+    conversation open the server's page (`/ui`), or use any client for OpenAI's API.
 
-    Examples: `mpic chat`, `mpic chat -m "What is in IMAGE#PHOTO?" --policy full`,
-    `mpic chat -m "Summarize FILE#NOTES" --json`.
+    Examples: `mpic chat -m "What is in IMAGE#PHOTO?" --policy full`, `mpic chat -m "Summarize FILE#NOTES" --json`.
     """
-    if as_json and message is None:
-        raise typer.BadParameter("--json needs --message")
+    if message is None:
+        raise typer.BadParameter(
+            "ask with -m; for a conversation open the server's page (/ui), or use a client for OpenAI's API"
+        )
     options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     options["press"] = press
     options["retrieval"] = (
         read_json(retrieval, "--retrieval") if retrieval and retrieval.startswith("{") else retrieval
     )
-    session = ReplSession(client, {k: v for k, v in options.items() if v is not None}, policy, system)
-    if message is None:
-        run_repl(session, out)
-    else:
-        ask_once(session, message, out, as_json)
+    options = {name: value for name, value in options.items() if value is not None} | {"policy": policy}
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": message})
+    if as_json:
+        print_json(client.chat.completions.create(messages, **options))
+        return
+    try:
+        with client.chat.completions.create(messages, stream=True, **options) as stream:
+            for piece in stream.texts():
+                write(piece, out)
+    finally:
+        out.print()
+    assert stream.usage is not None  # the stream has ended
+    err.print(summary(stream.usage), style="dim")
+
+
+def write(piece: str, out: Console) -> None:
+    """Write a piece of an answer as it is. A terminal gets no control characters from it: a document may have told the
+    model to send commands to the terminal."""
+    out.file.write(printable(piece) if out.is_terminal else piece)
+    out.file.flush()
+
+
+def summary(usage: Usage) -> str:
+    """Return one line: tokens reused and recomputed, the time to the first token, and handles that named nothing."""
+    ours = usage.mpic
+    parts = [
+        ours.policy,
+        f"first token {ours.ms.ttft:.0f} ms",
+        f"prompt {usage.prompt_tokens}",
+        f"reused {ours.tokens.reused}",
+        f"recomputed {ours.tokens.recomputed}",
+    ]
+    if ours.tokens.prefix_hit:
+        parts.append(f"prefix {ours.tokens.prefix_hit}")
+    if ours.tokens.compiled:
+        parts.append(f"compiled {ours.tokens.compiled}")
+    if ours.retrieval:
+        parts.append(
+            f"found {', '.join(r for found in ours.retrieval for r in found.references) or 'nothing'}"
+        )
+    parts += [f"{one.handle} stayed text: {one.reason}" for one in (ours.unlinked_handles or ())[:SHOWN]]
+    return " · ".join(parts)

@@ -39,6 +39,15 @@ ApiKey = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
 TTL = Annotated[int | None, typer.Option(min=1, help="seconds until it expires; left out: never")]
 NewTTL = Annotated[int | None, typer.Option(min=1, help="seconds from now; left out: it never expires")]
+KVTTL = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-ttl",
+        min=1,
+        help="seconds for which its compiled KV is kept unused; left out: as the server is configured",
+    ),
+]
+Off = Annotated[bool, typer.Option("--off", help="end it")]
 OldTTL = Annotated[int | None, typer.Option("--expires", min=1, hidden=True, help="the older name of --ttl")]
 
 

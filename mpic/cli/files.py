@@ -12,8 +12,10 @@ import typer
 
 from mpic.cli import completion
 from mpic.cli.common import (
+    KVTTL,
     Json,
     NewTTL,
+    Off,
     client_command,
     command_app,
     print_fields,
@@ -65,6 +67,8 @@ def show(client: MPIC, name: Name, as_json: Json = False) -> None:
             "compiled KV": ", ".join(file.tiers) or "not below the device",
             "uploaded": when(file.created_at),
             "expires": when(file.expires_at) or "never",
+            "KV unused for": file.kv_ttl and f"{file.kv_ttl:,} s at most",
+            "pinned": "yes" if file.pinned else None,
         }
     )
 
@@ -112,6 +116,35 @@ def extend(
     """Give an upload a new lifetime, from now on: `mpic files extend EIFFEL2025 --ttl 86400`."""
     file = client.files.update(find(client, name).id, ttl)
     print_result(file, f"{file.mention or file.id} expires: {when(file.expires_at) or 'never'}", as_json)
+
+
+@client_command(app, "kv-ttl")
+def kv_ttl(client: MPIC, name: Name, kv_ttl: KVTTL = None, as_json: Json = False) -> None:
+    """Let the compiled KV of an upload expire when nobody uses it: `mpic files kv-ttl EIFFEL2025 --kv-ttl 3600`.
+
+    The original stays, and the next use compiles it again.
+    """
+    file = client.files.update(find(client, name).id, kv_ttl=kv_ttl)
+    kept = f"{file.kv_ttl:,} s" if file.kv_ttl else "as long as the server is configured"
+    print_result(file, f"{file.mention or file.id}: its KV is kept unused for {kept}", as_json)
+
+
+@client_command(app)
+def pin(client: MPIC, name: Name, off: Off = False, as_json: Json = False) -> None:
+    """Keep the compiled KV of an upload when your newer ones need room, and when it was not used for long.
+
+    A pin does not take more of the disk than your share.
+    """
+    file = client.files.pin(find(client, name).id, not off)
+    print_result(file, f"{file.mention or file.id} is {'not ' * off}pinned", as_json)
+
+
+@client_command(app)
+def prefetch(client: MPIC, name: Name, as_json: Json = False) -> None:
+    """Bring the compiled KV of an upload near to the device, for questions that will come soon. What has expired is
+    compiled again."""
+    file = client.files.prefetch(find(client, name).id)
+    print_result(file, f"{file.mention or file.id} is being prefetched", as_json)
 
 
 @client_command(app)

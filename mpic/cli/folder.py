@@ -20,15 +20,13 @@ DataDir = Annotated[
 ConfigFile = Annotated[Path | None, typer.Option(help="the server's TOML file, for its folder and limits")]
 
 
-def open_library(
-    data_dir: Path | None, config: Path | None, reconcile: bool = True, create: bool = False
-) -> Library:
+def open_library(data_dir: Path | None, config: Path | None, create: bool = False) -> Library:
     """Open the library for this process alone. Raise Unavailable if a server has it open, or there is none."""
     from mpic.library import Library
 
     settings = library_settings(data_dir, config)
     root, remote = Path(settings.data_dir), settings.remote_tiers()
-    return Library.open(root, settings.limits(), remote=remote, reconcile=reconcile, create=create)
+    return Library.open(root, settings.limits(), remote=remote, create=create)
 
 
 def inspect_library(data_dir: Path | None, config: Path | None) -> Library:
@@ -38,15 +36,13 @@ def inspect_library(data_dir: Path | None, config: Path | None) -> Library:
     return Library.open_read_only(*library_location(data_dir, config))
 
 
-def open_or_inspect(
-    data_dir: Path | None, config: Path | None, quiet: bool, reconcile: bool = True
-) -> Library:
+def open_or_inspect(data_dir: Path | None, config: Path | None, quiet: bool) -> Library:
     """Open the library for this process alone or, if a server has it open, only for reading, and print a note about
     that."""
     from mpic.errors import LibraryInUse
 
     try:
-        library = open_library(data_dir, config, reconcile)
+        library = open_library(data_dir, config)
     except LibraryInUse:
         if not quiet:
             err.print("a server has the library open: nothing is changed", style="dim")

@@ -21,8 +21,9 @@ app = command_app(
     "needs a key, that of this machine and of the web page too "
     "(`Authorization: Bearer KEY`), and `mpic serve --host 0.0.0.0` is allowed. Keys may be made and revoked while the "
     "server runs; a revoked key is refused from its next request on, and its running answers end within a second.\n\n"
-    "What was uploaded before belongs to the user `local`: `mpic library give local NAME` gives it to the user of a "
-    "key. The way back to a server without keys: stop it, remove `keys.sqlite` and `keys.needed` from its data folder, "
+    "What was uploaded before belongs to the user `local`: `mpic keys create local` makes a key for it. To copy it to "
+    "another user: `mpic library backup FOLDER --user local`, then `mpic library import FOLDER --user NAME`. The way "
+    "back to a server without keys: stop it, remove `keys.sqlite` and `keys.needed` from its data folder, "
     "start it; uploads of the keys' users stay, and are found again when their keys are made again."
 )
 
@@ -32,8 +33,8 @@ AtLeastOne = typer.Option(min=1)
 FIRST_KEY = """\
 This is the first key here. From now on every request needs one, those of this machine and of the web page too:
 programs set MPIC_API_KEY (or --api-key, or the header Authorization: Bearer KEY), the web page asks for it.
-What was uploaded until now belongs to the user `local`, and no key of {user} will see it, unless it is given away:
-stop the server and run `mpic library give local {user}`. The way back is in `mpic keys --help`."""
+What was uploaded until now belongs to the user `local`: `mpic keys create local` makes a key that sees it.
+The way back is in `mpic keys --help`."""
 
 
 def _in_terminal() -> bool:
@@ -74,7 +75,7 @@ def create(
     limits = KeyLimits(requests_per_minute, concurrent, bytes, files)
     with _opened(data_dir, config) as store:
         if not store.exist():
-            err.print(FIRST_KEY.format(user=user))
+            err.print(FIRST_KEY)
             if not yes and _in_terminal() and not typer.confirm("Make it?", err=True):
                 raise typer.Exit(1)
         secret, key = store.create(user, role, limits)  # ty: ignore[invalid-argument-type] (`create` refuses other roles)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
 from datetime import datetime
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from mpic.cli import library_backup, library_give, library_press
+from mpic.cli import library_backup
 from mpic.cli.common import Json, command_app, err, out, print_json, print_result, print_table, progress
 from mpic.cli.folder import (
     ConfigFile,
@@ -23,7 +24,7 @@ from mpic.cli.folder import (
     open_or_inspect,
 )
 from mpic.config import ConfigError
-from mpic.errors import NotFound, Unavailable, UnknownHandle
+from mpic.errors import BadRequest, NotFound, Unavailable, UnknownHandle
 from mpic.keys import Key, KeyStore, any_keys
 
 if TYPE_CHECKING:
@@ -34,18 +35,37 @@ if TYPE_CHECKING:
     from mpic.library.upkeep import Problem
 
 app = command_app(
-    "The folder with uploads, references and compiled chunks: look at it, verify it, clean it, copy it, move it.\n\n"
-    "`ls`, `show`, `backup`, `check` and `gc --dry-run` work while a server runs; stop the server for the others. To "
+    "The folder with uploads, references and compiled chunks: look at it, verify it, copy it, move it.\n\n"
+    "`ls`, `show`, `backup` and `check` work while a server runs; stop the server for the others. To "
     "manage your own uploads on a server use `mpic files`.\n\n"
     "`backup` copies everything as it is (ids, quotas, keys, caches), to be restored into an empty folder; `import` "
     "adds the uploads and references of a backup to any library."
 )
 app.command("backup")(library_backup.backup)
-app.command("export", hidden=True, context_settings={"ignore_unknown_options": True})(library_backup.export)
 app.command("restore")(library_backup.restore)
 app.command("recover")(library_backup.recover)
-app.command("give")(library_give.give)
-app.command("press")(library_press.press)
+
+GONE = {
+    "gc": "a start and `mpic library check` remove what a crash has left, a server what has expired; damaged chunks in "
+    "`quarantine/` are yours to delete",
+    "export": "`mpic library backup FOLDER` (`--user NAME` for one user's files) writes what `import` reads",
+    "give": "`mpic keys create USER` makes a key of the user who has the files (`local`: those of times without keys); "
+    "`mpic library backup FOLDER --user USER`, then `mpic library import FOLDER --user NEW` copies them to another",
+    "press": "`mpic serve --press PRESS` compresses chunks that are stored when they are next used",
+}
+"""Commands of earlier versions, and what does the same."""
+
+
+def _gone(name: str) -> Callable[..., None]:
+    def refuse(words: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+        raise BadRequest(f"`mpic library {name}` is gone: {GONE[name]}")
+
+    refuse.__doc__ = f"Refuse: {GONE[name]}."
+    return refuse
+
+
+for gone in GONE:
+    app.command(gone, hidden=True, context_settings={"ignore_unknown_options": True})(_gone(gone))
 
 
 @app.command("ls")
@@ -174,52 +194,15 @@ def library_check(
         raise typer.Exit(1)
 
 
-@app.command("gc")
-def library_gc(
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="list what would be removed, and remove nothing")
-    ] = False,
-    data_dir: DataDir = None,
-    config: ConfigFile = None,
-    as_json: Json = False,
-) -> None:
-    """Remove files that are not needed: leftovers of crashes, expired files, replaced references, quarantined chunks.
-
-    A server does this by itself, except for the damaged chunks. Files that the catalogue does not know are not removed:
-    originals with a sidecar stay, others are put into `quarantine/orphans/DATE/` and deleted after `orphan_days`.
-    Beside a running server, `--dry-run` leaves out what was written in the last hour, which may be an upload under way.
-    """
-    from mpic.library.upkeep import collect, garbage
-
-    if dry_run:
-        with open_or_inspect(data_dir, config, as_json, reconcile=False) as library:
-            found = garbage(library)
-    else:
-        with open_library(data_dir, config, reconcile=False) as library:
-            found = collect(library)
-    if as_json:
-        print_json([item._asdict() for item in found])
-        return
-    count: Counter[str] = Counter(item.why for item in found)
-    size = Counter[str]()
-    for item in found:
-        size[item.why] += item.bytes
-    rows = [(why, count[why], decimal(size[why])) for why in sorted(count)]
-    print_table(("why", "files", "bytes"), rows, "nothing to remove")
-    for item in found:
-        if item.name:
-            out.print(f"  {item.why}  {item.name}", soft_wrap=True)
-    if found:
-        verb = "would be removed" if dry_run else "removed"
-        out.print(f"{decimal(size.total())} {verb}")
-
-
 @app.command("import")
 def library_import(
     source: Annotated[
         Path,
-        typer.Argument(help="a backup, a folder, a .jsonl file, or an old export (.tar)", exists=True),
+        typer.Argument(help="a backup, a folder, or a .jsonl file", exists=True),
     ],
+    user: Annotated[
+        str | None, typer.Option(help="who gets the uploads of a backup; default: who had them")
+    ] = None,
     data_dir: DataDir = None,
     config: ConfigFile = None,
     as_json: Json = False,
@@ -242,8 +225,18 @@ def library_import(
         open_library(data_dir, config, create=True) as library,
         progress("importing", None, as_json) as advance,
     ):
-        if source.suffix == ".tar" or (source / BACKUP).exists():
-            results = add(library, source, lambda result: advance(1))
+        if source.suffix == ".tar":
+            raise BadRequest(
+                "tar files of `mpic library export` are read by version 0.1: import it there, then let this version "
+                "open that folder, or import a backup of it",
+                param="source",
+            )
+        if (source / BACKUP).exists():
+            results = add(library, source, user, lambda result: advance(1))
+        elif user is not None:
+            raise BadRequest(
+                "--user is for the uploads of a backup; references belong to nobody", param="user"
+            )
         else:
             target = LibraryTarget(library.references)
             results = run_import(import_references(source, target, lambda result: advance(1)))

@@ -48,14 +48,6 @@ def backup(
     _show_copied(done, f"the backup is in {target}", as_json)
 
 
-def export(words: Annotated[list[str] | None, typer.Argument()] = None) -> None:
-    """Refuse: `mpic library backup` does it."""
-    raise BadRequest(
-        "`mpic library export` is gone: `mpic library backup FOLDER` (`--user NAME` for one user's files) writes what "
-        "`mpic library import` reads, which reads the tar files of earlier versions, too"
-    )
-
-
 def restore(
     source: Annotated[Path, typer.Argument(help="a folder that `mpic library backup` made", exists=True)],
     data_dir: DataDir = None,

@@ -11,7 +11,10 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from mpic.cli.common import (
+    TTL,
     Json,
+    NewTTL,
+    Off,
     client_command,
     command_app,
     err,
@@ -23,6 +26,7 @@ from mpic.cli.common import (
     print_result,
     progress,
     read_json,
+    when,
 )
 from mpic.cli.laboratory import group_with
 from mpic.errors import MPICError, ReferenceNotFound, Unavailable
@@ -63,6 +67,7 @@ def add(
     description: Description = None,
     meta: Metadata = None,
     id: Annotated[str | None, typer.Option(help="ref_...; one file only")] = None,
+    ttl: TTL = None,
     as_json: Json = False,
 ) -> None:
     """Add references. A title is the file's name without its ending, unless given."""
@@ -70,11 +75,13 @@ def add(
 
     if (id or title) and len(paths) > 1:
         raise typer.BadParameter("an id or a title names one file")
-    fields: dict[str, Any] = {"description": description, "metadata": _metadata(meta), "id": id, "wait": True}
+    fields: dict[str, Any] = {"description": description, "metadata": _metadata(meta), "id": id, "ttl": ttl}
     added = []
     try:
         for path in paths:
-            added.append(client.references.create(path, title or unicode_name(path.stem), **fields))
+            added.append(
+                client.references.create(path, title or unicode_name(path.stem), wait=True, **fields)
+            )
     finally:
         if added:  # also those that had been added when a later one failed
             _show(added, as_json)
@@ -111,6 +118,54 @@ def show(client: MPIC, id: Id, as_json: Json = False) -> None:
         print_fields(plain(found))
 
 
+@client_command(app, "extend")
+def extend(client: MPIC, id: Id, ttl: NewTTL = None, as_json: Json = False) -> None:
+    """Give a reference a new lifetime, from now on."""
+    found = client.references.update(id, ttl)
+    print_result(found, f"{found.id} expires: {when(found.expires_at) or 'never'}", as_json)
+
+
+@client_command(app, "pin")
+def pin(client: MPIC, id: Id, off: Off = False, as_json: Json = False) -> None:
+    """Keep the compiled KV of a reference when newer ones need room, and when it was not used for long."""
+    found = client.references.pin(id, not off)
+    print_result(found, f"{found.id} is {'not ' * off}pinned", as_json)
+
+
+@client_command(app, "prefetch")
+def prefetch(client: MPIC, id: Id, as_json: Json = False) -> None:
+    """Bring the compiled KV of a reference near to the device, for questions that will come soon. What has expired is
+    compiled again."""
+    found = client.references.prefetch(id)
+    print_result(found, f"{found.id} is being prefetched", as_json)
+
+
+@client_command(app, "sync")
+def sync(
+    client: MPIC,
+    start: Annotated[bool, typer.Option("--start", help="begin a run now, in the background")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show how the server's sync of references with its folder went ([retrieval] sync_references).
+
+    Exit status 1 if the last run had a problem.
+    """
+    state = client.references.sync(start)
+    if as_json:
+        print_json(state)
+    else:
+        counts = ("added", "replaced", "removed", "unchanged")
+        done = ", ".join(f"{getattr(state, name):,} {name}" for name in counts)
+        out.print(f"{state.source}: {done if state.at else 'not synced yet'}", soft_wrap=True)
+        out.print("running" if state.running else f"last run: {when(state.at)}", soft_wrap=True)
+        for note in state.notes:
+            err.print(f"{note.where}: {note.message} [{note.code}]", style="red", soft_wrap=True)
+        if state.problem:
+            err.print(f"problem: {state.problem}", style="red", soft_wrap=True)
+    if state.problem:
+        raise typer.Exit(1)
+
+
 @client_command(app, "remove")
 def remove(
     client: MPIC, ids: Annotated[list[str], typer.Argument(help="references")], as_json: Json = False
@@ -139,8 +194,8 @@ def search(
     """Find references by text, by image, or by both."""
     wanted = None if filter is None else read_json(filter, "--filter")
     found = client.references.search(text, image=image, top_k=top_k, min_score=min_score, filter=wanted)
-    rows = [(f"{one.score:.3f}", one.kind, one.title, one.id) for one in found]
-    print_listing(found, as_json, ("score", "kind", "title", "id"), rows, "nothing found")
+    rows = [(f"{one.score:.3f}", " + ".join(one.found_by), one.kind, one.title, one.id) for one in found]
+    print_listing(found, as_json, ("score", "found by", "kind", "title", "id"), rows, "nothing found")
 
 
 @client_command(app, "import")
@@ -200,7 +255,9 @@ def reindex(
         print_json(state)
     else:
         name = f"{state.embedder['architecture']} ({state.embedder['weights'][:12]})"  # ty: ignore[not-subscriptable] (the digest is a string)
-        out.print(f"{state.vectors:,} of {state.references:,} references indexed by {name}")
+        out.print(f"{state.vectors:,} of {state.references:,} references indexed by {name}, {state.kind}")
+        if state.words is None:
+            out.print("found by vectors alone: the server's SQLite has no FTS5, which finds words")
     if state.problem:
         err.print(f"problem: {state.problem}", style="red")
     for failed in state.failed:

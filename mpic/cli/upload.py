@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 
 from mpic.cli.common import (
+    KVTTL,
     TTL,
     Json,
     OldTTL,
@@ -68,6 +69,7 @@ def upload(
         typer.Option(help=f"how it is compressed: none, {', '.join(press_names())} (R percent removed)"),
     ] = None,
     ttl: TTL = None,
+    kv_ttl: KVTTL = None,
     expires: OldTTL = None,
     wait: Annotated[bool, typer.Option(help="wait until the KV cache is compiled")] = True,
     as_json: Json = False,
@@ -87,7 +89,13 @@ def upload(
     if handle and len(paths) > 1:
         raise typer.BadParameter("a handle names one file; leave it out to name each by its stem")
     cut = {"mode": split, "tokens": split_tokens} if split not in ("auto", "none") else split
-    options = {"ttl": ttl_of(ttl, expires), "replace": replace, "split": cut, "press": press}
+    options = {
+        "ttl": ttl_of(ttl, expires),
+        "replace": replace,
+        "split": cut,
+        "press": press,
+        "kv_ttl": kv_ttl,
+    }
     named = [(path, handle or of_file(path.name)) for path in dict.fromkeys(paths)]
     _refuse_same_handles(named)
     with _progress(quiet=as_json) as show:

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import httpx
 
-from mpic.api import html
 from mpic.client import endpoints, types
 from mpic.client.calls import call
 from mpic.client.endpoints import ApiRequest
@@ -48,7 +47,6 @@ class Client(Resource[IO]):
         retry = max_retries if isinstance(max_retries, Retry) else Retry(max_retries)
         super().__init__(Sender(io, retry, Sources(local_files)))
         self.url = self.sender.url
-        self._local = False
         self.files = Files(self.sender)
         self.uploads = UploadsInParts(self.sender)
         self.caches = Caches(self.sender)
@@ -80,9 +78,7 @@ class Client(Resource[IO]):
         start = getattr(import_module("mpic.local"), cls._transport)
         transport = start(model, data_dir, settings, on_stage)
         made: Any = cls  # whose subclasses take these arguments
-        client = made("http://127.0.0.1", "", transport=transport, max_retries=0)
-        client._local = True
-        return client
+        return made("http://127.0.0.1", "", transport=transport, max_retries=0)
 
     @call
     async def health(self) -> types.Health:
@@ -120,13 +116,6 @@ class Client(Resource[IO]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r}{', closed' if self._closed else ''})"
-
-    def _repr_html_(self) -> str:
-        """Show the client in a notebook, with links to the web page and the documentation of its server."""
-        if self._local or self._closed:
-            return html.paragraph(repr(self))
-        pages = html.link(f"{self.url}/ui", "web page"), html.link(f"{self.url}/docs", "API")
-        return f"{html.paragraph(repr(self))}<div>{' · '.join(pages)}</div>"
 
 
 class MPIC(Client[SyncIO]):

@@ -167,15 +167,16 @@ def content(collection: str, id: str) -> ApiRequest[bytes]:
     return ApiRequest("GET", path(collection, id, "content"), lambda r: r.content, repeatable=True)
 
 
-def rename(id: str, handle: str | None) -> ApiRequest[types.File]:
-    return ApiRequest(
-        "PATCH", path("files", id), as_model(types.File), json={"handle": handle}, repeatable=True
-    )
+def update(collection: str, model: type[M], id: str, **fields: Any) -> ApiRequest[M]:
+    """Return the request of a change; fields that are ``...`` do not change."""
+    body = {name: value for name, value in fields.items() if value is not ...}
+    for name in ("ttl", "kv_ttl"):
+        check_seconds(name, body.get(name))
+    return ApiRequest("PATCH", path(collection, id), as_model(model), json=body, repeatable=True)
 
 
-def update(collection: str, model: type[M], id: str, ttl: int | None) -> ApiRequest[M]:
-    check_seconds("ttl", ttl)
-    return ApiRequest("PATCH", path(collection, id), as_model(model), json={"ttl": ttl}, repeatable=True)
+def prefetch(collection: str, model: type[M], id: str) -> ApiRequest[M]:
+    return ApiRequest("POST", path(collection, id, "prefetch"), as_model(model), repeatable=True)
 
 
 def delete(collection: str, id: str) -> ApiRequest[types.Deleted]:
@@ -194,12 +195,14 @@ def file_create(
     split: Mapping[str, Any] | str | None,
     press: str | None,
     purpose: str,
+    kv_ttl: int | None = None,
 ) -> ApiRequest[types.File]:
     """Return the request of an upload. It is repeatable if it has a handle, because a repeated upload then makes no
     second file."""
     check_seconds("ttl", ttl)
-    life = None if ttl is None else str(ttl)
-    form: dict[str, Any] = {"purpose": purpose, **given(handle=handle, ttl=life, press=press)}
+    check_seconds("kv_ttl", kv_ttl)
+    lives = {name: str(value) for name, value in given(ttl=ttl, kv_ttl=kv_ttl).items()}
+    form: dict[str, Any] = {"purpose": purpose, **given(handle=handle, press=press), **lives}
     if replace:
         form["replace"] = "true"
     if split is not None:
@@ -216,10 +219,12 @@ def file_put(
     split: Mapping[str, Any] | str | None,
     press: str | None,
     purpose: str,
+    kv_ttl: int | None = None,
 ) -> ApiRequest[types.File]:
     check_seconds("ttl", ttl)
+    check_seconds("kv_ttl", kv_ttl)
     params = {"purpose": purpose, "filename": file.name, "replace": "true" if replace else "false"}
-    params |= given(ttl=ttl, press=press, split=_split_text(split))
+    params |= given(ttl=ttl, kv_ttl=kv_ttl, press=press, split=_split_text(split))
     where = path("files", handle)
     return ApiRequest("PUT", where, as_model(types.File), params=params, upload=file, repeatable=True)
 
@@ -240,10 +245,12 @@ def upload_create(
     split: Mapping[str, Any] | str | None,
     press: str | None,
     purpose: str,
+    kv_ttl: int | None = None,
 ) -> ApiRequest[types.Upload]:
     check_seconds("ttl", ttl)
+    check_seconds("kv_ttl", kv_ttl)
     body = {"filename": filename, "bytes": size, "purpose": purpose, "replace": replace}
-    body |= given(handle=handle, ttl=ttl, press=press, split=_split_text(split))
+    body |= given(handle=handle, ttl=ttl, kv_ttl=kv_ttl, press=press, split=_split_text(split))
     return ApiRequest("POST", path("uploads"), as_model(types.Upload), json=body)
 
 
@@ -298,8 +305,10 @@ def reference_write(
     description: str | None,
     metadata: Mapping[str, Any] | None,
     replace: bool,
+    ttl: int | None = None,
 ) -> ApiRequest[types.Reference]:
-    form = given(title=title, description=description)
+    check_seconds("ttl", ttl)
+    form = given(title=title, description=description, ttl=None if ttl is None else str(ttl))
     if metadata is not None:
         form["metadata"] = json.dumps(dict(metadata))
     if not replace and id is not None:
@@ -328,6 +337,12 @@ def reference_index(start: bool = False) -> ApiRequest[types.ReferenceIndex]:
     if start:
         return ApiRequest("POST", path("references", "reindex"), as_model(types.ReferenceIndex))
     return get(types.ReferenceIndex, "references", "index")
+
+
+def reference_sync(start: bool = False) -> ApiRequest[types.ReferenceSync]:
+    """Return the request of the sync's state; with ``start`` a run begins now."""
+    method = "POST" if start else "GET"
+    return ApiRequest(method, path("references", "sync"), as_model(types.ReferenceSync), repeatable=True)
 
 
 # ---- the rest

@@ -8,6 +8,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import EllipsisType
 from typing import Any, ClassVar, Generic, Literal, TypeVar, Unpack, overload
 
 from pydantic import BaseModel
@@ -29,6 +30,8 @@ from mpic.client.stream import AsyncStream, Stream
 M = TypeVar("M", bound=BaseModel)
 C = TypeVar("C")
 Order = Literal["asc", "desc"]
+Seconds = int | EllipsisType | None
+"""A lifetime; ``...`` does not change it."""
 Messages = Sequence[Mapping[str, Any]] | str
 
 
@@ -70,6 +73,20 @@ class Collection(Resource[IO], Generic[IO, M]):
             await self.sender.io.sleep(pause)
         return found
 
+    @call
+    async def pin(self, id: str, pinned: bool = True) -> M:
+        """Keep the compiled KV of an item when its owner's newer ones need room, and when it was not used for long; or
+        end that. References are pinned by administrators."""
+        request: ApiRequest[Any] = endpoints.update(self._path, self._model, id, pinned=pinned)
+        return await self.sender.send(request)
+
+    @call
+    async def prefetch(self, id: str) -> M:
+        """Bring the compiled KV of an item near to the device, in the background, for questions that will come soon.
+        What has expired or was evicted is compiled again."""
+        request: ApiRequest[Any] = endpoints.prefetch(self._path, self._model, id)
+        return await self.sender.send(request)
+
     async def _create(self, request: ApiRequest[M], wait: bool | float) -> M:
         made: Any = await self.sender.send(request)
         if not wait:
@@ -103,6 +120,7 @@ class Files(Collection[IO, types.File]):
         wait: bool | float = False,
         progress: Progress | None = None,
         expires_in: int | None = None,
+        kv_ttl: int | None = None,
     ) -> types.File:
         """Upload a file; it is streamed from the disk and compiled by the server in the background.
 
@@ -112,7 +130,7 @@ class Files(Collection[IO, types.File]):
         Args:
             file: a path, bytes, a binary file, or (name, bytes or binary file).
             handle: NAME for ``IMAGE#NAME`` or ``FILE#NAME`` in prompts.
-            ttl: seconds until it expires and is deleted; None: never.
+            ttl: seconds until it expires and is deleted; None: as the server is configured, which is never by default.
             replace: takes the handle from another file, which is deleted.
             split: the way a document is cut into chunks: ``auto`` (the default: cut if it is too long for one),
                 ``none``, ``fixed``, ``sentence``, ``paragraph``, ``section``, or ``{"mode", "tokens", "overlap"}``.
@@ -121,6 +139,8 @@ class Files(Collection[IO, types.File]):
             wait: True waits until it is compiled; a number is the maximum number of seconds to wait.
             progress: called with (bytes sent, total bytes); the bytes of the form around the file are not counted.
             expires_in: the older name of ``ttl``.
+            kv_ttl: seconds for which its compiled KV is kept unused. The original stays, and the next use compiles it
+                again. None: as the server is configured.
 
         Raises:
             HandleTaken: another file has this handle, and ``replace`` is False.
@@ -129,7 +149,7 @@ class Files(Collection[IO, types.File]):
         """
         upload = self.sender.sources.upload(file, progress)
         life = endpoints.one_of_two("ttl", ttl, "expires_in", expires_in)
-        request = endpoints.file_create(upload, handle, life, replace, split, press, purpose)
+        request = endpoints.file_create(upload, handle, life, replace, split, press, purpose, kv_ttl)
         return await self._create(request, wait)
 
     @call
@@ -145,6 +165,7 @@ class Files(Collection[IO, types.File]):
         purpose: str = "user_data",
         wait: bool | float = False,
         progress: Progress | None = None,
+        kv_ttl: int | None = None,
     ) -> types.File:
         """Upload a file under a handle, in place of the file that has it. The arguments are those of ``create``; the
         file is the whole body of the request, and an event loop does not wait while the disk is read.
@@ -154,7 +175,7 @@ class Files(Collection[IO, types.File]):
             progress: called with (bytes sent, total bytes), for ``AsyncMPIC`` on a thread.
         """
         upload = dataclasses.replace(self.sender.sources.upload(file, progress), field=None)
-        request = endpoints.file_put(handle, upload, ttl, replace, split, press, purpose)
+        request = endpoints.file_put(handle, upload, ttl, replace, split, press, purpose, kv_ttl)
         return await self._create(request, wait)
 
     @call
@@ -163,14 +184,19 @@ class Files(Collection[IO, types.File]):
         return await self.sender.send(endpoints.content("files", id))
 
     @call
-    async def update(self, id: str, ttl: int | None) -> types.File:
-        """Set a file to expire in ``ttl`` seconds from now; None: never."""
-        return await self.sender.send(endpoints.update("files", types.File, id, ttl))
+    async def update(self, id: str, ttl: Seconds = ..., *, kv_ttl: Seconds = ...) -> types.File:
+        """Change the lifetimes of a file; those that are left out stay as they are.
+
+        Args:
+            ttl: seconds until it expires, from now; None: never.
+            kv_ttl: seconds for which its compiled KV is kept unused; None: as the server is configured.
+        """
+        return await self.sender.send(endpoints.update("files", types.File, id, ttl=ttl, kv_ttl=kv_ttl))
 
     @call
     async def rename(self, id: str, handle: str | None) -> types.File:
         """Change the handle of a file, or remove it (None). Nothing is compiled again."""
-        return await self.sender.send(endpoints.rename(id, handle))
+        return await self.sender.send(endpoints.update("files", types.File, id, handle=handle))
 
 
 class UploadsInParts(Resource[IO]):
@@ -188,14 +214,17 @@ class UploadsInParts(Resource[IO]):
         split: Mapping[str, Any] | str | None = None,
         press: str | None = None,
         purpose: str = "user_data",
+        kv_ttl: int | None = None,
     ) -> types.Upload:
         """Begin a file of so many bytes. It waits an hour for its next part.
 
         Args:
             filename: its name, which is only shown.
-            handle, ttl, replace, split, press: see ``files.create``.
+            handle, ttl, replace, split, press, kv_ttl: see ``files.create``.
         """
-        request = endpoints.upload_create(filename, bytes, handle, ttl, replace, split, press, purpose)
+        request = endpoints.upload_create(
+            filename, bytes, handle, ttl, replace, split, press, purpose, kv_ttl
+        )
         return await self.sender.send(request)
 
     @call
@@ -305,7 +334,7 @@ class Caches(Collection[IO, types.Cache]):
 
         Args:
             split: ``fixed``, ``sentence``, ``paragraph``, ``section``, or ``{"mode", "tokens", "overlap"}``.
-            ttl: seconds until it expires; None: never.
+            ttl: seconds until it expires; None: as the server is configured, which is never by default.
             wait: see ``files.create``.
         """
         return await self._create(endpoints.cache_create(text, chunks, split, name, ttl), wait)
@@ -316,9 +345,9 @@ class Caches(Collection[IO, types.Cache]):
         return await self.sender.send(endpoints.cache_retrieve(id))
 
     @call
-    async def update(self, id: str, ttl: int | None) -> types.Cache:
-        """Set a cache to expire in ``ttl`` seconds from now; None: never."""
-        return await self.sender.send(endpoints.update("caches", types.Cache, id, ttl))
+    async def update(self, id: str, ttl: Seconds = ..., *, kv_ttl: Seconds = ...) -> types.Cache:
+        """Change the lifetimes of a cache and its chunks; see ``files.update``."""
+        return await self.sender.send(endpoints.update("caches", types.Cache, id, ttl=ttl, kv_ttl=kv_ttl))
 
 
 class References(Collection[IO, types.Reference]):
@@ -335,12 +364,14 @@ class References(Collection[IO, types.Reference]):
         description: str | None = None,
         metadata: Mapping[str, Any] | None = None,
         id: str | None = None,
+        ttl: int | None = None,
         wait: bool | float = False,
         progress: Progress | None = None,
     ) -> types.Reference:
-        """Add an image or a text. ``file``, ``wait`` and ``progress`` are as in ``files.create``."""
+        """Add an image or a text. ``file``, ``wait`` and ``progress`` are as in ``files.create``; without ``ttl`` it
+        never expires."""
         upload = self.sender.sources.upload(file, progress)
-        request = endpoints.reference_write(id, upload, title, description, metadata, replace=False)
+        request = endpoints.reference_write(id, upload, title, description, metadata, replace=False, ttl=ttl)
         return await self._create(request, wait)
 
     @call
@@ -352,12 +383,13 @@ class References(Collection[IO, types.Reference]):
         *,
         description: str | None = None,
         metadata: Mapping[str, Any] | None = None,
+        ttl: int | None = None,
         wait: bool | float = False,
         progress: Progress | None = None,
     ) -> types.Reference:
         """Replace a reference by a new version; arguments that are left out keep their values."""
         upload = self.sender.sources.upload(file, progress)
-        request = endpoints.reference_write(id, upload, title, description, metadata, replace=True)
+        request = endpoints.reference_write(id, upload, title, description, metadata, replace=True, ttl=ttl)
         return await self._create(request, wait)
 
     @listed
@@ -405,6 +437,17 @@ class References(Collection[IO, types.Reference]):
     async def reindex(self) -> types.ReferenceIndex:
         """Embed references without a vector in the background; ``index`` reports the progress."""
         return await self.sender.send(endpoints.reference_index(start=True))
+
+    @call
+    async def update(self, id: str, ttl: int | None) -> types.Reference:
+        """Set a reference to expire in ``ttl`` seconds from now; None: never."""
+        return await self.sender.send(endpoints.update("references", types.Reference, id, ttl=ttl))
+
+    @call
+    async def sync(self, start: bool = False) -> types.ReferenceSync:
+        """Return the outcome of the last sync with the server's folder; ``start`` begins one now, in the background.
+        For administrators."""
+        return await self.sender.send(endpoints.reference_sync(start))
 
 
 class Models(Resource[IO]):

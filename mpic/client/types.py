@@ -32,6 +32,7 @@ from mpic.api.resources import IndexState as ReferenceIndex
 from mpic.api.resources import ModelObject as Model
 from mpic.api.resources import ReferenceFound as ReferenceHit
 from mpic.api.resources import ReferenceObject as Reference
+from mpic.api.resources import SyncState as ReferenceSync
 from mpic.api.resources import UploadObject as Upload
 from mpic.api.resources import UploadPartObject as UploadPart
 from mpic.api.savings import Savings
@@ -58,6 +59,7 @@ __all__ = [
     "Reference",
     "ReferenceHit",
     "ReferenceIndex",
+    "ReferenceSync",
     "RetrievalRound",
     "Savings",
     "ServedModel",

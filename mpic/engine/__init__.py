@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mpic.data.published import is_gguf
+from mpic.data.published import graft_folder, is_gguf
 
 if TYPE_CHECKING:
     from mpic.config import EngineConfig
@@ -44,8 +44,8 @@ def load_engine(
     from mpic.config import check_engine
 
     check_engine(config)
-    if is_gguf(config.model):
-        from mpic.model.gguf_model import folder_of
+    if is_gguf(config.model) or graft_folder(config.model):
+        from mpic.model.graft import folder_of
 
         config = replace(config, model=folder_of(config.model, config.dtype))
     if config.engine == "vllm":

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from mpic.engine.grammar import Grammar
 from mpic.kv.chunk import Chunk
@@ -15,6 +15,7 @@ from mpic.link.engines import PROVIDES
 from mpic.model.info import ModelInfo
 from mpic.prompt.segments import Prompt, Segment
 
+Trigger = Literal["call", "prompted", "confidence"]
 MOST_TOP_K = 2**31 - 1
 """The largest ``top_k``. Any that is at least as large as the vocabulary keeps all tokens."""
 
@@ -61,18 +62,24 @@ class SearchResult(NamedTuple):
 class Retrieval(ABC):
     """Searches for a request while it is being answered. Each request has its own; methods run on a search thread.
 
-    The model calls by generating ``opens``, the call, ``closes``; none of it is part of the answer. The request is then
-    paused, ``search`` runs, and the result of ``insert`` is put after the call as if it had been there from the start.
+    A call is a part of what the model generates that is not part of the answer. After it the request is paused,
+    ``search`` runs, and the result of ``insert`` is put after the call as if it had been there from the start.
 
     Attributes:
+        trigger: what counts as a call: ``call``, text between ``opens`` and ``closes``; ``prompted``, a line at the
+            start of the answer that begins with ``opens``; ``confidence``, the start of an answer whose tokens are
+            improbable (``mpic.engine.detokenize``).
         opens, closes: the strings that begin and end a call, control tokens included.
+        confidence: least probability of the first tokens, with ``confidence``; the request needs log-probabilities.
         rounds: maximum number of searches in the request; a further call ends the answer.
         nothing: the text that ends the answer when no reference is found, for models that cannot go on without one.
             None: the model reads what ``insert`` returns in that case, and goes on.
     """
 
-    opens: str
-    closes: str
+    trigger: Trigger = "call"
+    opens: str = ""
+    closes: str = ""
+    confidence: float = 0.0
     rounds: int
     nothing: str | None = None
 
@@ -82,7 +89,8 @@ class Retrieval(ABC):
 
     @abstractmethod
     def insert(self, hits: Sequence[Hit], number: int) -> tuple[Segment, ...]:
-        """Return the segments that the model reads after its call. They must depend on the arguments alone.
+        """Return the segments that the model reads after its call. They must depend on that call and the arguments
+        alone.
 
         Args:
             hits: the references that fit; fewer than were found, or none.
@@ -102,6 +110,7 @@ class RetrievalRound:
         search_ms: time from the call until the references and their inputs were found.
         link_ms: time from then until the next token.
         error: the reason when nothing was inserted (``nothing_found``, ``rounds``, or an error's code); None otherwise.
+        trigger: what asked: that of the ``Retrieval``, or ``always`` for a search before the answer.
     """
 
     query: str
@@ -112,6 +121,7 @@ class RetrievalRound:
     search_ms: float = 0.0
     link_ms: float = 0.0
     error: str | None = None
+    trigger: str = "always"
 
 
 @dataclass(frozen=True)

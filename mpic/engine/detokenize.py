@@ -1,12 +1,17 @@
-"""Turns tokens into text as they are generated; search calls are found in the text and kept out of the answer."""
+"""Turns tokens into text as they are generated; calls for a search are found in it and kept out of the answer."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
-from mpic.engine.base import GenerationRequest
+from mpic.engine.base import GenerationRequest, TokenLogprob
 from mpic.errors import UnsupportedParameter
 
+FIRST_TOKENS = 4
+"""Tokens at the start of an answer whose probability tells how sure the model is."""
+_LONGEST_LINE = 400
+"""Characters after which a line that asks for a search is taken for complete."""
 _LONGEST_CHARACTER = 8
 """Most tokens of one character; text that cannot be decoded after as many is given out as it is."""
 
@@ -167,6 +172,98 @@ class _Raw(Detokenizer):
         return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
+class OpeningDetokenizer(Detokenizer):
+    """A ``Detokenizer`` that holds back the beginning of an answer until it is known whether it is a call. A call is
+    reported and not shown: ``call`` is its text, with that of the token that ends answers if it was such a one."""
+
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
+        super().__init__(tokenizer, stop)
+        self.call: str | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._plain = Detokenizer(self._tokenizer, ())
+        self._seen, self._hidden = "", ""
+        self._decided = False
+
+    def read(self, token: int, ends: bool, logprob: TokenLogprob | None) -> str:
+        """Return the text that is final with this token; set ``call`` if the token completes one."""
+        self.call = None
+        text = "" if ends else self.push(token)
+        if self._decided:
+            return text
+        self._hidden += text
+        self._seen += self._plain.finish() if ends else self._plain.push(token)
+        asks = self._asks(ends or self.stopped, logprob)
+        if asks is None:
+            return ""
+        if asks:
+            self.call = self._seen + (_Raw(self._tokenizer)._decode([token]) if ends else "")
+            self._restart()
+            self._begin()
+            self._decided = self._once
+            return ""
+        self._decided = True
+        return "" if ends else self._give()
+
+    def finish(self) -> str:
+        """Return the text that was held back. A call that was not complete is not shown."""
+        return "" if self._calling() else self._give() + super().finish()
+
+    def _give(self) -> str:
+        hidden, self._hidden = self._hidden, ""
+        return hidden
+
+    _once = False
+    """Whether an answer makes one call at most."""
+
+    def _asks(self, ended: bool, logprob: TokenLogprob | None) -> bool | None:
+        """Return whether what was ``_seen`` is a call; None: not known yet."""
+        raise NotImplementedError
+
+    def _calling(self) -> bool:
+        """Return whether what was ``_seen`` is the beginning of a call."""
+        return False
+
+
+class LineDetokenizer(OpeningDetokenizer):
+    """Reports a line at the start of an answer that begins with ``opens``, in any case."""
+
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...], opens: str) -> None:
+        super().__init__(tokenizer, stop)
+        self._opens = opens.casefold()
+
+    def _asks(self, ended: bool, logprob: TokenLogprob | None) -> bool | None:
+        line = self._seen.lstrip()
+        if self._calling():
+            complete = ended or "\n" in line or len(line) > _LONGEST_LINE
+            return True if complete else None
+        may_be = self._opens.startswith(line[: len(self._opens)].casefold()) and not ended
+        return None if may_be else False
+
+    def _calling(self) -> bool:
+        return not self._decided and self._seen.lstrip().casefold().startswith(self._opens)
+
+
+class DoubtDetokenizer(OpeningDetokenizer):
+    """Reports the beginning of an answer as a call where the geometric mean of the probabilities of its first
+    ``FIRST_TOKENS`` tokens, or of all if there are fewer, is below ``least``."""
+
+    _once = True
+
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...], least: float) -> None:
+        super().__init__(tokenizer, stop)
+        self._least = math.log(least)
+        self._logprobs: list[float] = []
+
+    def _asks(self, ended: bool, logprob: TokenLogprob | None) -> bool | None:
+        assert logprob is not None  # which ``detokenizer_for`` makes sure of
+        self._logprobs.append(logprob.logprob)
+        if len(self._logprobs) < FIRST_TOKENS and not ended:
+            return None
+        return sum(self._logprobs) / len(self._logprobs) < self._least
+
+
 def detokenizer_for(tokenizer: Any, request: GenerationRequest) -> Detokenizer:
     """Return the detokenizer of a request's answer.
 
@@ -175,10 +272,19 @@ def detokenizer_for(tokenizer: Any, request: GenerationRequest) -> Detokenizer:
     """
     if request.retrieval is None:
         return Detokenizer(tokenizer, request.sampling.stop)
-    opens, closes = request.retrieval.opens, request.retrieval.closes
-    if tokenizer is None or not opens or not closes:
+    retrieval, stop = request.retrieval, request.sampling.stop
+    opens, closes = retrieval.opens, retrieval.closes
+    if tokenizer is None:
         raise UnsupportedParameter("calls are found in text", param="mpic.retrieval")
-    return CallDetokenizer(tokenizer, request.sampling.stop, opens, closes)
+    if retrieval.trigger == "confidence":
+        if request.sampling.logprobs is None or not retrieval.confidence > 0:
+            raise UnsupportedParameter("it needs log-probabilities and a bound", param="mpic.retrieval")
+        return DoubtDetokenizer(tokenizer, stop, retrieval.confidence)
+    if not opens or (retrieval.trigger == "call" and not closes):
+        raise UnsupportedParameter("calls are found in text", param="mpic.retrieval")
+    if retrieval.trigger == "prompted":
+        return LineDetokenizer(tokenizer, stop, opens)
+    return CallDetokenizer(tokenizer, stop, opens, closes)
 
 
 class Detokenized(NamedTuple):
@@ -190,12 +296,18 @@ class Detokenized(NamedTuple):
     over: bool
 
 
-def detokenize(detokenizer: Detokenizer, token: int, ends: bool) -> Detokenized:
+def detokenize(
+    detokenizer: Detokenizer, token: int, ends: bool, logprob: TokenLogprob | None = None
+) -> Detokenized:
     """Read the next token of an answer.
 
     Args:
         ends: True for a token that ends answers. Such a token may close a call first, and adds no text.
+        logprob: its log-probability, where a ``DoubtDetokenizer`` reads it.
     """
+    if isinstance(detokenizer, OpeningDetokenizer):
+        text, call = detokenizer.read(token, ends, logprob), detokenizer.call
+        return Detokenized("" if ends else text, call, (ends and call is None) or detokenizer.stopped)
     calls = isinstance(detokenizer, CallDetokenizer)
     text = detokenizer.push(token) if calls or not ends else ""
     call = detokenizer.call if calls else None

@@ -67,7 +67,9 @@ def insert(
     return left, None, error
 
 
-def ended(found: SearchResult, hits: Sequence[Hit], at: int, error: str | None) -> RetrievalRound:
+def ended(
+    retrieval: Retrieval, found: SearchResult, hits: Sequence[Hit], at: int, error: str | None
+) -> RetrievalRound:
     """Return the record of a search that has ended.
 
     Args:
@@ -76,7 +78,13 @@ def ended(found: SearchResult, hits: Sequence[Hit], at: int, error: str | None) 
         error: the error, which is reported only when nothing was inserted.
     """
     why = None if hits else error or "nothing_found"
-    return RetrievalRound(found.query, tuple(hit.citation for hit in hits), at, error=why)
+    citations = tuple(hit.citation for hit in hits)
+    return RetrievalRound(found.query, citations, at, error=why, trigger=retrieval.trigger)
+
+
+def too_many(retrieval: Retrieval, call: str, at: int) -> RetrievalRound:
+    """Return the record of a call after the last search that the request may make."""
+    return RetrievalRound(call, at=at, error="rounds", trigger=retrieval.trigger)
 
 
 def count(counters: Counter[str], round: RetrievalRound) -> None:

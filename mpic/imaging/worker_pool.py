@@ -209,7 +209,8 @@ class WorkerProcess:
             return TOO_COSTLY[what](
                 f"{what} takes more than {seconds} s of computing to decode", param="file"
             )
-        if code == FULL:
+        # parsers of documents in C++ and Rust end like this when they are refused memory
+        if code == FULL or (what == DOCUMENT and code == -signal.SIGABRT):
             return TOO_COSTLY[what](
                 f"{what} takes far more memory to decode than its size explains", param="file"
             )

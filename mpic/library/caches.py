@@ -76,6 +76,14 @@ class Cache:
         return "failed" if "failed" in states else "compiling" if "compiling" in states else "ready"
 
     @property
+    def pinned(self) -> bool:
+        return all(chunk.file.pinned for chunk in self.chunks)
+
+    @property
+    def kv_ttl(self) -> int | None:
+        return self.chunks[0].file.kv_ttl if self.chunks else None
+
+    @property
     def bytes(self) -> int:
         return sum(chunk.file.bytes for chunk in self.chunks)
 
@@ -224,6 +232,16 @@ class CacheLibrary(LibraryPart):
                 self._sidecars.rewrite(db, "cache", cache_id)
         return self.get(user, cache_id)
 
+    def pin(self, user: str, cache_id: str, pinned: bool = True) -> Cache:
+        """Protect the compiled chunks of a cache from eviction for the user's newer ones, or end that. Raise as
+        ``get``."""
+        return self._set(user, cache_id, "pinned", pinned)
+
+    def keep_kv(self, user: str, cache_id: str, seconds: int | None) -> Cache:
+        """Set ``kv_ttl`` of all chunks of a cache; see ``UploadLibrary.keep_kv``. Raise as ``get``."""
+        check_life("kv_ttl", seconds)
+        return self._set(user, cache_id, "kv_ttl", seconds)
+
     def delete(self, user: str, id: str) -> list[Removed]:
         """Delete a cache or one chunk, and everything compiled from it. Raise as ``get``."""
         removed = self._uploads.delete_all(self.resolve(user, id))
@@ -241,6 +259,17 @@ class CacheLibrary(LibraryPart):
         self._originals.remove_files(sidecars)
 
     # Inside
+
+    def _set(self, user: str, cache_id: str, column: str, value: int | None) -> Cache:
+        """Change a column of all chunks of a cache. Raise as ``get``."""
+        self.get(user, cache_id)
+        sql = (
+            f"UPDATE files SET {column} = :value WHERE id IN (SELECT id FROM cache_chunks WHERE cache = :id)"
+        )
+        with self._catalog.write() as db:
+            db.execute(sql, {"value": value, "id": cache_id})
+            self._sidecars.rewrite(db, "cache", cache_id)
+        return self.get(user, cache_id)
 
     def accepted(self, text: str, param: str = "text") -> str:
         """Return a text in the form in which it would be cached.

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from mpic.durable import FileSystem
 from mpic.errors import BadRequest, MPICError
+from mpic.kv.chunk import Chunk
 from mpic.library.caches import CacheLibrary
 from mpic.library.catalog.database import Catalog
 from mpic.library.catalog.file_rows import FileRows
@@ -186,6 +187,11 @@ class Library:
                 log.warning("%s: %s %s", self.root, done[what], warning)
         originals.write_missing_sidecars()
         return dict(done)
+
+    def expire_kv(self) -> list[Chunk]:
+        """Remove compiled chunks that nobody has used for as long as their files (``kv_ttl``) or the limits say.
+        Originals stay. Call it periodically, and pass the result to ``Engine.forget``."""
+        return [Chunk(chunk, owner) for owner, chunk in self.store.expire(self.limits.kv_ttl)]
 
     def forget_gone(self) -> None:
         """Forget the deletions, and the chunks that are gone, which are older than the limits say."""

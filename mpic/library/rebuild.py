@@ -204,7 +204,9 @@ class _Rebuilding:
                 self._trouble(given, WITHOUT_HANDLE)
         for original, chunk in sidecar.originals(path).items() if kind == "cache" else ():
             if original in states:
-                columns = {name: chunk[name] for name in ("id", "pinned", *CONTENT)} | states[original]
+                columns = {name: chunk[name] for name in ("id", "pinned", "kv_ttl", *CONTENT)} | states[
+                    original
+                ]
                 columns |= {name: record[name] for name in ("owner", "created_at", "expires_at")}
                 insert_row(db, "files", columns | {"path": original})
                 span = (chunk["id"], record["id"], chunk["position"], chunk["start"], chunk["end"])

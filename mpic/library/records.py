@@ -49,6 +49,7 @@ class File:
         format: how the original holds its text: an encoding (``cp1252``) or a kind of document (``pdf``); empty for
             UTF-8, images and clips.
         pages: number of its pages, slides or sheets; None: it has none.
+        kv_ttl: seconds for which its compiled chunks are kept unused; None: as the limits say.
     """
 
     id: str
@@ -71,6 +72,7 @@ class File:
     press: str = ""
     format: str = ""
     pages: int | None = None
+    kv_ttl: int | None = None
 
     @property
     def status(self) -> str:
@@ -109,6 +111,8 @@ class Reference:
         sha256: hash of the original's bytes.
         pinned: True if its compiled chunk is not evicted for newer references.
         format: as in ``File``.
+        expires_at: seconds since the epoch; None: never.
+        synced_from: the folder or listing from which a sync has added it; empty: none has.
     """
 
     id: str
@@ -129,6 +133,8 @@ class Reference:
     sha256: str = field(repr=False)
     pinned: bool = False
     format: str = ""
+    expires_at: float | None = None
+    synced_from: str = ""
 
 
 class ReferencePage(NamedTuple):

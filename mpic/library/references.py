@@ -27,7 +27,15 @@ from mpic.library.catalog.reference_rows import ReferenceRows
 from mpic.library.folder.layout import sidecar_of
 from mpic.library.folder.originals import Incoming, OpenOriginal
 from mpic.library.folder.sidecars import Sidecar
-from mpic.library.intake.checks import check_metadata, check_page, clean_name, identify, is_text, new_id
+from mpic.library.intake.checks import (
+    check_life,
+    check_metadata,
+    check_page,
+    clean_name,
+    identify,
+    is_text,
+    new_id,
+)
 from mpic.library.intake.decode import decode_image, read_pages
 from mpic.library.intake.receive import Arriving, receive
 from mpic.library.intake.remembered import TokenCache
@@ -92,19 +100,24 @@ class ReferenceLibrary(LibraryPart):
         description: str = "",
         metadata: Mapping[str, Scalar] | None = None,
         id: str | None = None,
+        expires_after: int | None = None,
+        synced_from: str = "",
     ) -> Reference:
         """Store a reference; when this returns, the reference survives a crash. Its state is ``compiling``.
 
         Args:
             id: ``ref_`` and 1 to 124 letters, digits, ``_ . -``; None chooses one.
+            expires_after: seconds until it expires; None: never.
+            synced_from: the folder or listing from which a sync adds it.
 
         Raises:
             InvalidUpload, InvalidImage, InvalidText, TooLarge: the content is not accepted.
             ReferenceExists: another reference has this id.
-            BadRequest: the id, title, description or metadata is malformed.
+            BadRequest: the id, title, description, metadata or lifetime is malformed.
             StorageFull: the disk is full; nothing was stored.
         """
         words = self._checked(filename, title, description, metadata or {})
+        check_life("ttl", expires_after)
         name = new_id("ref_") if id is None else id
         if not REFERENCE_ID.fullmatch(name):
             raise BadRequest(
@@ -114,7 +127,17 @@ class ReferenceLibrary(LibraryPart):
             raise ReferenceExists(f"there is a reference {cut(name)!r}; replace it", param="id")
 
         def commit(content: dict[str, Any], publish: Publish) -> Reference:
-            new = Reference(id=name, version=1, created_at=content["updated_at"], **words, **content)
+            now = content["updated_at"]
+            end = None if expires_after is None else now + expires_after
+            new = Reference(
+                id=name,
+                version=1,
+                created_at=now,
+                expires_at=end,
+                synced_from=synced_from,
+                **words,
+                **content,
+            )
             return self._rows.insert(new, publish)
 
         return await self._receive(name, source, commit, "added")
@@ -128,16 +151,20 @@ class ReferenceLibrary(LibraryPart):
         title: str | None = None,
         description: str | None = None,
         metadata: Mapping[str, Scalar] | None = None,
+        expires_after: int | None = None,
     ) -> Reference:
-        """Store a new version; arguments that are None stay as they were. Prompts made from now on see only the new
-        version.
+        """Store a new version; arguments that are None stay as they were, the time at which it expires, too. Prompts
+        made from now on see only the new version.
 
         Raises:
             ReferenceNotFound: there is none, or it was removed meanwhile.
             MPICError: see ``add`` for the other errors.
         """
         await asyncio.to_thread(self.get, id)  # checked before anything is received
+        check_life("ttl", expires_after)
         words = self._checked(filename, title, description, metadata)
+        if expires_after is not None:
+            words["expires_at"] = self._clock() + expires_after
 
         def commit(content: dict[str, Any], publish: Publish) -> Reference:
             # words that are missing come from the version that is replaced, which may have been made meanwhile
@@ -157,12 +184,16 @@ class ReferenceLibrary(LibraryPart):
         Raises:
             ReferenceNotFound: there is none.
         """
-        gone = False
-        while not gone:  # repeated when it is replaced meanwhile
-            reference = self.get(id)
-            with self._store.lock, self._catalog.write() as db:
-                gone = self._rows.remove(db, reference)
-                shared = self._rows.has_content(db, reference.key, retired=False)
+        while True:  # repeated when it is replaced meanwhile
+            if (removed := self._remove(self.get(id))) is not None:
+                return removed
+
+    def _remove(self, reference: Reference) -> Removed | None:
+        """Remove a version that is the current one; None if it is not any more."""
+        with self._store.lock, self._catalog.write() as db:
+            if not self._rows.remove(db, reference):
+                return None
+            shared = self._rows.has_content(db, reference.key, retired=False)
         self._originals.remove_files([sidecar_of(reference.path)])  # the rest stays while a request links it
         self._notify("removed", reference)
         self._collect([reference])
@@ -184,6 +215,22 @@ class ReferenceLibrary(LibraryPart):
         self._rows.set_pin(id, pinned)
         return self.get(id)
 
+    def extend(self, id: str, expires_after: int | None) -> Reference:
+        """Set a reference to expire in this many seconds from now (None: never).
+
+        Raises:
+            ReferenceNotFound: there is none, or it has expired.
+            BadRequest: the number of seconds is not valid.
+        """
+        check_life("ttl", expires_after)
+        self._rows.set_expiry(id, None if expires_after is None else self._clock() + expires_after)
+        return self.get(id)
+
+    def collect_expired(self) -> list[Removed]:
+        """Remove references that have expired, which are invisible already. Call it periodically, and pass the result
+        to ``Engine.forget``."""
+        return [removed for one in self._rows.expired() if (removed := self._remove(one)) is not None]
+
     def collect_retired(self) -> list[Removed]:
         """Remove replaced and removed versions that nothing links any more. Call it periodically, and pass the result
         to ``Engine.forget``."""
@@ -197,6 +244,10 @@ class ReferenceLibrary(LibraryPart):
         if reference is None:
             raise ReferenceNotFound(f"no reference {cut(id)!r}", param="id", id=id)
         return reference
+
+    def synced_from(self, source: str) -> dict[str, Reference]:
+        """Return the references that a sync has added from a folder or listing, by id."""
+        return self._rows.synced_from(source)
 
     def many(self, ids: Iterable[str]) -> list[Reference]:
         """Return the current versions in the order of ``ids``; ids without a reference are left out."""

@@ -1,10 +1,10 @@
-"""Upkeep of a library: verifies that everything is as it was stored, and removes files that are no longer needed."""
+"""Upkeep of a library: verifies that everything is as it was stored."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
@@ -13,12 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from mpic.durable import FileSystem
 from mpic.errors import CorruptFile, IntegrityError, OutOfMemory
-from mpic.kv.chunk import ChunkKey, ChunkKV, KVKey, Recipe
+from mpic.kv.chunk import ChunkKey, KVKey, Recipe
 from mpic.kv.file import ChunkFile
-from mpic.library.folder.layout import SIDECAR, scan, scan_chunks
-from mpic.library.folder.quarantine import damaged_files
+from mpic.library.folder.layout import SIDECAR
 from mpic.library.folder.sidecars import Sidecar
 from mpic.library.library import Library
 from mpic.library.records import SHARED
@@ -26,9 +24,6 @@ from mpic.memory import as_errors
 
 Progress = Callable[[int], None]
 """Called with the number of bytes of each file that was read."""
-UNDER_WAY = 3600.0
-"""Seconds for which a file that a server has just written may be an upload under way. One that waits to be decoded is
-not written to any more."""
 
 
 class Problem(NamedTuple):
@@ -40,16 +35,6 @@ class Problem(NamedTuple):
     then: str
     name: str = ""
     damaged: bool = True
-
-
-class Garbage(NamedTuple):
-    """A file or row that is no longer needed. ``why`` is leftover, expired, retired, tombstone, quarantine, or overdue
-    (an orphan that has been kept long enough)."""
-
-    path: str
-    bytes: int
-    why: str
-    name: str = ""
 
 
 def size_of(library: Library) -> int:
@@ -142,69 +127,6 @@ class _SecondLook:
         return self._library.catalog.one(sql, path) is not None  # it may have been evicted before it was read
 
 
-def garbage(library: Library) -> list[Garbage]:
-    """List what ``collect`` removes, without removing it. Beside a server, for which the library is open only for
-    reading, what was written in the last hour is no leftover: it may be an upload or a chunk that is being stored."""
-    catalog, now = library.catalog, library.clock()
-    found = [
-        Garbage(row["path"], row["bytes"], "expired")
-        for row in catalog.read("SELECT path, bytes FROM files WHERE expires_at <= ?", now)
-    ]
-    found += [Garbage(r["path"], r["bytes"], "retired") for r in catalog.read("SELECT * FROM retired_refs")]
-    settled = now - UNDER_WAY if catalog.read_only else None
-    found += _present(library, _leftovers(library), "leftover", settled)
-    aside = [str(orphan.path.relative_to(library.root)) for orphan in library.orphans.overdue()]
-    found += _present(library, aside, "overdue")
-    damaged = [f"quarantine/{name}" for name in damaged_files(library.root / "quarantine")]
-    found += _present(library, damaged, "quarantine")
-    before = now - library.limits.tombstone_seconds
-    gone = catalog.read("SELECT COUNT(*) FROM chunks WHERE state != 'ready' AND last_used < ?", before)[0][0]
-    names = names_of(library)
-    found = [item._replace(name=names.get(item.path, "")) for item in found]
-    return [*found, *[Garbage("catalog.sqlite", 0, "tombstone")] * gone]
-
-
-def collect(library: Library) -> list[Garbage]:
-    """Remove everything that is no longer needed, and list it. The library must not be in use."""
-    found = garbage(library)
-    library.files.collect_expired()
-    library.references.collect_retired()
-    library.caches.sweep()
-    library.reconcile()
-    for item in found:
-        if item.why == "quarantine":
-            library.filesystem.remove(library.root / item.path)
-    return found
-
-
-def _leftovers(library: Library) -> list[str]:
-    """List files whose removal a crash prevented, and files that never got their names."""
-    catalog, files, kv = library.catalog, scan(library.root), scan_chunks(library.root)
-    gone = {
-        row["path"] for row in catalog.read("SELECT path FROM chunks WHERE state NOT IN ('ready', 'missing')")
-    }
-    gone |= catalog.tombstones({*files.originals, *files.caches, *kv.sizes})
-    deleted = [path for path in sorted({*files.originals, *files.caches, *kv.sizes}) if path in gone]
-    return [*files.leftovers, *kv.leftovers, *deleted]
-
-
-def _present(
-    library: Library, paths: Iterable[str], why: str, before: float | None = None
-) -> Iterator[Garbage]:
-    """Yield the files that are there; a server may have removed or renamed others since they were listed.
-
-    Args:
-        before: leave out files that were written after this time.
-    """
-    for path in paths:
-        try:
-            found = (library.root / path).stat()
-        except FileNotFoundError:
-            continue
-        if before is None or found.st_mtime < before:
-            yield Garbage(path, found.st_size, why)
-
-
 def _scrub_originals(library: Library, progress: Progress) -> Iterator[Problem]:
     sql = "SELECT path, sha256, bytes FROM files UNION ALL SELECT path, sha256, bytes FROM refs"
     for row in library.catalog.read(sql):
@@ -267,7 +189,7 @@ def _chunk_fault(library: Library, row: Row) -> _ChunkFault | None:
     if key.digest != row["key"]:
         return _ChunkFault("has a row that is not its own", "look into it before serving from here", None)
     try:
-        read_chunk(library.root / row["path"], key)
+        _verify_chunk(library.root / row["path"], key)
     except CorruptFile as error:
         return _ChunkFault(str(error), ASIDE, error)
     except FileNotFoundError as error:
@@ -285,16 +207,14 @@ def key_of(row: Row) -> KVKey:
     return KVKey(row["owner"], ChunkKey(row["kind"], row["digest"]), row["model"], recipe)
 
 
-def read_chunk(path: Path, key: KVKey, files: FileSystem | None = None) -> ChunkKV:
-    """Read and verify every byte of a chunk file and return the chunk, in host memory.
+def _verify_chunk(path: Path, key: KVKey) -> None:
+    """Read and verify every byte of a chunk file.
 
     Raises:
         CorruptFile: it is damaged, or holds another chunk.
         OSError, OutOfMemory: it cannot be read now.
     """
-    with as_errors(), closing(ChunkFile(path, key, files)) as file:
+    with as_errors(), closing(ChunkFile(path, key)) as file:
         kv = torch.empty(file.shape.extent(file.slots), dtype=file.dtype)
         for _ in file.read_layers(kv):
             pass
-        assert file.inputs is not None
-        return ChunkKV(key, file.inputs, kv)

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, cast
+from typing import Any, BinaryIO, Literal, NamedTuple, TypedDict, Unpack, cast
 
 from mpic.errors import BadRequest, CorruptFile, HandleTaken
 from mpic.imaging.budget import on_behalf_of
@@ -54,9 +54,35 @@ class UploadOutcome(NamedTuple):
     compile: bool = True
 
 
+class UploadTerms(TypedDict, total=False):
+    """What an upload may ask for besides its name.
+
+    Args:
+        expires_after: seconds until it expires; None: never.
+        metadata: scalars to attach to it, see ``check_metadata``.
+        replace: takes the handle from another file, which is deleted.
+        split: the settings by which a document is cut into chunks, for ``cut``; None: it is one chunk.
+        split_asked: True if the client has asked for ``split``, so that a file which is cut differently counts as
+            different; False for a default.
+        press: name of the press that compresses its chunks, or ``none``; None: the client did not say.
+        key: limits of the API key that is used.
+        kv_ttl: seconds for which its compiled chunks are kept unused; None: as the limits say.
+    """
+
+    expires_after: int | None
+    metadata: Mapping[str, Scalar] | None
+    replace: bool
+    split: Mapping[str, Any] | None
+    split_asked: bool
+    press: str | None
+    key: KeyLimits
+    kv_ttl: int | None
+
+
 class Wanted(NamedTuple):
     """The checked arguments of an upload; ``expires_after`` is in seconds, ``asked`` tells that the client has said
-    how a document is to be cut, and ``press`` is None where it has not said how the file is compressed."""
+    how a document is to be cut, and ``press`` and ``kv_ttl`` are None where it has not said how the file is compressed,
+    or how long its compiled chunks are kept unused."""
 
     owner: str
     filename: str
@@ -68,6 +94,7 @@ class Wanted(NamedTuple):
     asked: bool
     press: str | None
     key: KeyLimits
+    kv_ttl: int | None
 
 
 class UploadIntake(InlineChunks):
@@ -83,27 +110,13 @@ class UploadIntake(InlineChunks):
         source: bytes | Path | BinaryIO | Iterable[bytes],
         filename: str,
         handle: str | None = None,
-        expires_after: int | None = None,
-        metadata: Mapping[str, Scalar] | None = None,
-        replace: bool = False,
-        split: Mapping[str, Any] | None = None,
-        split_asked: bool = False,
-        press: str | None = None,
-        key: KeyLimits = NO_KEY,
+        **terms: Unpack[UploadTerms],
     ) -> File:
         """Store an upload; when this returns, the upload survives a crash. Its state is ``compiling``, unless the user
         has this file under this handle already: then that one is returned, see ``upload``.
 
         Args:
             handle: name for ``IMAGE#NAME`` and ``FILE#NAME``, unique per user ignoring case.
-            expires_after: seconds until it expires; None: never.
-            metadata: scalars to attach to it, see ``check_metadata``.
-            replace: takes the handle from another file, which is deleted.
-            split: the settings by which a document is cut into chunks, for ``cut``; None: it is one chunk.
-            split_asked: True if the client has asked for ``split``, so that a file which is cut differently counts as
-                different; False for a default.
-            press: name of the press that compresses its chunks, or ``none``; None: the client did not say.
-            key: limits of the API key that is used.
 
         Raises:
             InvalidUpload, InvalidImage, InvalidText, TooLarge: the content is not accepted.
@@ -113,9 +126,7 @@ class UploadIntake(InlineChunks):
             StorageFull: the disk is full; nothing was stored.
             LibraryGone, DatabaseBusy: nothing was stored; see ``Catalog.write``.
         """
-        wanted = self.admit(
-            user, 1, filename, handle, expires_after, metadata, replace, split, split_asked, press, key
-        )
+        wanted = self.admit(user, 1, filename, handle, **terms)
         with self._originals.incoming(self._limits.upload_bytes) as incoming:
             for piece in _pieces(source):
                 incoming.write(piece)
@@ -136,30 +147,38 @@ class UploadIntake(InlineChunks):
         size: int,
         filename: str,
         handle: str | None = None,
-        expires_after: int | None = None,
-        metadata: Mapping[str, Scalar] | None = None,
-        replace: bool = False,
-        split: Mapping[str, Any] | None = None,
-        split_asked: bool = False,
-        press: str | None = None,
-        key: KeyLimits = NO_KEY,
+        **terms: Unpack[UploadTerms],
     ) -> Wanted:
         """Make the checks of ``upload`` that are possible before a byte is read, of an upload that has ``size`` bytes
         at least. Raise as ``add``."""
+        replace, key = terms.get("replace", False), terms.get("key", NO_KEY)
+        expires_after, split = terms.get("expires_after"), terms.get("split")
         if not user or user == SHARED:
             raise ValueError(f"a file needs an owner, not {user!r}")
         if size > self._limits.upload_bytes:
             raise too_large(self._limits.upload_bytes)
         check_life("expires_after", expires_after)
-        checked = check_metadata(metadata or {})
+        check_life("kv_ttl", terms.get("kv_ttl"))
+        metadata = check_metadata(terms.get("metadata") or {})
         handle = checked_handle(handle)
         if replace and handle is None:
             raise BadRequest("replace needs the handle whose file is replaced", param="replace")
         if handle is None or self._rows.by_handle(user, handle) is None:
             self._rows.check_quota(user, size, key=key)
         name = clean_name(filename, self._limits)
-        cut = dict(split) if split else None
-        return Wanted(user, name, handle, expires_after, checked, replace, cut, split_asked, press, key)
+        return Wanted(
+            user,
+            name,
+            handle,
+            expires_after,
+            metadata,
+            replace,
+            dict(split) if split else None,
+            terms.get("split_asked", False),
+            terms.get("press"),
+            key,
+            terms.get("kv_ttl"),
+        )
 
     async def upload(
         self,
@@ -167,18 +186,11 @@ class UploadIntake(InlineChunks):
         source: AsyncReader | Arriving,
         filename: str,
         handle: str | None = None,
-        expires_after: int | None = None,
-        metadata: Mapping[str, Scalar] | None = None,
-        replace: bool = False,
-        split: Mapping[str, Any] | None = None,
-        split_asked: bool = False,
-        press: str | None = None,
-        key: KeyLimits = NO_KEY,
+        **terms: Unpack[UploadTerms],
     ) -> UploadOutcome:
         """Do the same as ``add`` on an event loop, which it never blocks (see ``receive``), and return the outcome.
         It is idempotent: uploading the same bytes under the same handle again only restarts the lifetime."""
-        terms = (handle, expires_after, metadata, replace, split, split_asked, press, key)
-        wanted = await asyncio.to_thread(self.admit, user, 1, filename, *terms)
+        wanted = await asyncio.to_thread(self.admit, user, 1, filename, handle, **terms)
         accept = partial(self._accept, wanted)
         return await receive(self._originals, self._limits.upload_bytes, source, accept)
 
@@ -230,6 +242,8 @@ class UploadIntake(InlineChunks):
         if not self._intact(old):  # the upload replaces it
             return None
         self._rows.set_expiry(old.owner, old.id, expires_at)
+        if wanted.kv_ttl is not None:
+            self._rows.set_kv_ttl(old.owner, old.id, wanted.kv_ttl)
         if old.state == "failed":  # compiling may succeed this time, especially if the file is cut now
             split = _split(wanted, old.kind, old.pages)
             if split != old.split:
@@ -275,6 +289,7 @@ class UploadIntake(InlineChunks):
             press=wanted.press or "",
             format=format,
             pages=pages,
+            kv_ttl=wanted.kv_ttl,
         )
 
     def _remove(self, files: list[File], state: str | None) -> list[Removed]:

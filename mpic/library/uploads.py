@@ -279,6 +279,18 @@ class UploadLibrary(UploadIntake):
         self._rows.set_pin(user, file_id, pinned)
         return self.get(user, file_id)
 
+    def keep_kv(self, user: str, file_id: str, seconds: int | None) -> File:
+        """Keep a file's compiled chunks until they were not used for so many seconds; None: as the limits say. The
+        original stays, and the next use compiles them again.
+
+        Raises:
+            FileNotFound: see ``get``.
+            BadRequest: the number of seconds is not valid.
+        """
+        check_life("kv_ttl", seconds)
+        self._rows.set_kv_ttl(user, file_id, seconds)
+        return self.get(user, file_id)
+
     def delete(self, user: str, file_id: str) -> Removed:
         """Delete a file. It is invisible at once; its original and, unless another file of the user holds the same
         content, its compiled chunks are removed from the disk.

@@ -20,7 +20,7 @@ from transformers import (
 
 from mpic.errors import ModelRefused
 from mpic.model.dtype_choice import HALF, DtypeChoice, dtype_on_cpu, own_dtype
-from mpic.model.gguf_model import folder_of
+from mpic.model.graft import folder_of
 from mpic.model.image_selftest import image_self_test
 from mpic.model.image_structure import layout_note
 from mpic.model.loaded import LoadedModel
@@ -69,7 +69,8 @@ def load_model(
     """Load, hook and self-test a model.
 
     Args:
-        path: local folder or hub id of any transformers decoder or vision-language model, or a GGUF file.
+        path: local folder or hub id of any transformers decoder or vision-language model, a GGUF file, or a
+            graft.
         dtype: ``auto`` means the checkpoint's own on accelerators, and what ``dtype_choice`` says on the CPU.
         kv_dtype: ``float16`` keeps keys and values of a float32 model on the CPU in 16 bits; ``auto`` as the model's.
         quantize: ``int8`` or ``int4`` rounds the decoder's weights (``mpic.model.quantize``); empty for none.

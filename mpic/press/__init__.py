@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from mpic.errors import UnknownPress, UnsupportedParameter, cut
+from mpic.errors import UnknownPress, cut
 from mpic.press.press import PROTECTED, LayerKV, Press
 from mpic.press.presses.cur import CUR
 from mpic.press.presses.knorm import KNorm
@@ -46,20 +46,6 @@ def parse_press(text: str) -> Press | None:
     )
 
 
-def refuse_stored(press: Press) -> None:
-    """Refuse a press that cannot compress chunks once they are stored.
-
-    Raises:
-        UnsupportedParameter: says why.
-    """
-    if press.needs_queries:
-        raise UnsupportedParameter(
-            f"press {press} cannot compress chunks that are stored: it looks at the queries of a chunk's last tokens, "
-            "which exist only while the chunk is compiled and are in no file",
-            param="press",
-        )
-
-
 __all__ = [
     "NONE",
     "PRESSES",
@@ -68,5 +54,4 @@ __all__ = [
     "Press",
     "parse_press",
     "press_names",
-    "refuse_stored",
 ]

@@ -7,6 +7,9 @@ There are two styles, which are found by inspecting the model, never by its name
 - *tool call*: the chat template prints tools and gets one, ``search_references``. A call and its response are rendered
   once with stand-ins; the text that the template puts around them starts and ends a call, and goes before and after the
   references.
+
+For the calls of any other model, which are prompted or made by the engine for it (``mpic.engine.base.Retrieval``), the
+references are a turn of the user's (``turn_style``).
 """
 
 from __future__ import annotations
@@ -36,6 +39,13 @@ TOOL: dict[str, Any] = {
     },
 }
 OPENS, CLOSES = "<search>", "</search>"
+LINE = "SEARCH:"
+PROTOCOL = (
+    "There is a library of images and texts. When you lack a fact for the answer, write nothing but one line:\n"
+    f"{LINE} what to look for, in a few words\n"
+    "You will be given what the library has. When you lack nothing, just answer."
+)
+FOUND, ANSWER = "From the library:\n", "\nAnswer the question now."
 NUMBERS = (
     *("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
     *("eleven", "twelve", "thirteen", "fourteen", "fifteen"),
@@ -119,10 +129,35 @@ def find_style(template: ChatTemplate, opens: str = "", closes: str = "") -> Cal
         raise UnsupportedParameter(
             "the model cannot ask for references: it has no <search> tokens, and its chat template prints no tool "
             "calls that could be recognised (call_opens and call_closes in [retrieval] set what starts and ends one); "
+            "use trigger 'prompted' or 'confidence', or mode 'always'",
+            param="mpic.retrieval.trigger",
+        )
+    return style
+
+
+def turn_style(template: ChatTemplate) -> CallStyle:
+    """Return the style in which references are a turn of the user's, in answer to a call that is not the model's own.
+
+    Raises:
+        UnsupportedParameter: the model takes no second turn.
+    """
+    strings = template.abilities.strings
+    spell = lambda role, text: text if role in strings else [{"type": "text", "text": text}]
+    turns = (("user", A), ("assistant", B), ("user", C))
+    try:
+        rendered = template.render([{"role": role, "content": spell(role, text)} for role, text in turns])
+    except TEMPLATE_ERRORS:
+        rendered = ""
+    at, end = rendered.find(B) + len(B), rendered.find(C)
+    if at < len(B) or end < at:
+        raise UnsupportedParameter(
+            "the model cannot be given references while it answers, because its chat template takes no second turn; "
             "use mode 'always'",
             param="mpic.retrieval.mode",
         )
-    return style
+    return CallStyle(
+        "", "", tool=True, before=rendered[at:end] + FOUND, after=ANSWER + rendered[end + len(C) :]
+    )
 
 
 def _tool_style(template: ChatTemplate, opens: str, closes: str) -> CallStyle | None:
@@ -175,8 +210,3 @@ def _json_at(text: str, lo: int, inside: int) -> tuple[int, int] | None:
             return at, end
         at = text.find("{", at + 1, inside)
     return None
-
-
-def search_tools(style: CallStyle) -> list[dict[str, Any]] | None:
-    """Return ``tools`` for the prompt of a request whose model may search."""
-    return [TOOL] if style.tool else None

@@ -118,6 +118,11 @@ class ChatTemplate:
         return frozenset({"messages", *own, *self.tokenizer.special_tokens_map})
 
     @property
+    def own(self) -> bool:
+        """Return whether the model has a chat template of its own."""
+        return self._source is not PLAIN
+
+    @property
     def longest_token(self) -> int | None:
         """Return the most bytes of client text that one token can stand for; None: any number."""
         return self._guard.sliced.longest

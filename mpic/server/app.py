@@ -114,7 +114,7 @@ def create_app(
     collected = Metrics(engine, library)
     search = config.retrieval
     embedder = Embedder(search.embedder, search.embedder_weights, search.embedder_device)
-    retriever = Retriever(library, embedder, search.duplicates)
+    retriever = Retriever(library, embedder, search.duplicates, search.approximate_from)
     auto = Auto.of_model(engine.info, library.root)
     if config.engine.policy == AUTO:
         auto.check_press(config.engine.press)

@@ -27,6 +27,7 @@ from mpic.errors import (
 from mpic.http.errors import INTERNAL
 from mpic.library.records import SHARED
 from mpic.link import BARE, named_policy
+from mpic.server.sync import SyncJob
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -59,6 +60,17 @@ class CompileOutcome(NamedTuple):
     error: str | None = None
 
 
+def _unless_ready(item: File | Reference, set_state: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that records an outcome, but not that what was ready could not be compiled again: the next use
+    may succeed."""
+
+    def record(state: str, *more: object) -> None:
+        if state == "ready" or item.state != "ready":
+            set_state(state, *more)
+
+    return record
+
+
 class BackgroundJobs:
     """Background work over a library and an engine. It lives on the server's event loop."""
 
@@ -72,9 +84,17 @@ class BackgroundJobs:
         self.wrapping = BARE if policy is None else policy.wrapping
         self._press = state.config.engine.press
         self._compilations = asyncio.Semaphore(AT_ONCE)
+        self._prefetching: set[str] = set()
         self._turns: WeakValueDictionary[tuple[str, bool], asyncio.Semaphore] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending = threading.Event()
+        search = state.config.retrieval
+        self.sync = None
+        if search.sync_references:
+            source = search.sync_references, search.sync_seconds
+            self.sync = SyncJob(
+                self.library, self.engine, *source, self.compile_reference, self._ending.is_set
+            )
 
     async def start(self) -> None:
         """Compile files that an earlier run left uncompiled, and start to watch for expiry."""
@@ -86,6 +106,8 @@ class BackgroundJobs:
         self._spawn(self._watch())
         self._spawn(self._save())
         self._spawn(self._forget())
+        if self.sync is not None:
+            self._spawn(self.sync.repeat())
 
     async def stop(self) -> None:
         """Stop; the next start continues."""
@@ -94,22 +116,49 @@ class BackgroundJobs:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def compile(self, file: File) -> None:
-        """Compile a file in the background; its state becomes ``ready`` or ``failed``."""
-        files, user = self.library.files, file.owner
-        chunks_of, set_state = partial(files.chunks, user, file), partial(files.set_state, user, file.id)
-        exists = partial(files.get, user, file.id)
-        once = partial(self._compile_once, user, file.id, chunks_of, exists, file.kind == "video")
-        self._spawn(self._compile(file.id, once, set_state))
+    def compile(self, file: File, prefetch: bool = False) -> None:
+        """Compile a file in the background; its state becomes ``ready`` or ``failed``.
 
-    def compile_reference(self, reference: Reference) -> None:
+        Args:
+            prefetch: bring its chunks to the device then.
+        """
+        files, user = self.library.files, file.owner
+        chunks_of = partial(files.chunks, user, file)
+        set_state = _unless_ready(file, partial(files.set_state, user, file.id))
+        exists = partial(files.get, user, file.id)
+        once = partial(self._compile_once, user, file.id, chunks_of, exists, file.kind == "video", prefetch)
+        self._begin(file.id, once, set_state, prefetch)
+
+    def compile_reference(self, reference: Reference, prefetch: bool = False) -> None:
         """Compile a reference in the background, as ``compile`` does a file."""
         shelf = self.library.references
-        set_state = partial(shelf.set_state, reference)
+        set_state = _unless_ready(reference, partial(shelf.set_state, reference))
         chunks_of = lambda: [shelf.chunk(reference)]
         exists = partial(shelf.get, reference.id)
-        once = partial(self._compile_once, SHARED, reference.id, chunks_of, exists, False)
-        self._spawn(self._compile(reference.id, once, set_state))
+        once = partial(self._compile_once, SHARED, reference.id, chunks_of, exists, False, prefetch)
+        self._begin(reference.id, once, set_state, prefetch)
+
+    def _begin(
+        self,
+        id: str,
+        once: Callable[[], Awaitable[CompileOutcome | None]],
+        set_state: Callable[..., None],
+        prefetch: bool,
+    ) -> None:
+        """Begin to compile something, unless it is being prefetched already: that may be asked for any number of
+        times."""
+        if not prefetch:
+            return self._spawn(self._compile(id, once, set_state))
+
+        async def prefetched() -> None:
+            try:
+                await self._compile(id, once, set_state)
+            finally:
+                self._prefetching.discard(id)
+
+        if id not in self._prefetching:
+            self._prefetching.add(id)
+            self._spawn(prefetched())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -141,6 +190,7 @@ class BackgroundJobs:
         chunks_of: Callable[[], list[Chunk]],
         exists: Callable[[], object],
         clip: bool,
+        prefetch: bool,
     ) -> CompileOutcome | None:
         """Compile once, when it is the user's turn. Return None if there is nothing to record. Raise the errors in
         ``RETRIED``; any other becomes the file's state.
@@ -155,6 +205,10 @@ class BackgroundJobs:
                 for chunk in await self._threads.call(user, self._until_stopped, chunks_of):
                     async with nullcontext() if clip else self._compilations:
                         tokens += await self._compile_chunk(chunk, exists)
+                        if prefetch:
+                            await run_in_threadpool(
+                                self.engine.prefetch, chunk.pressed(None, self._press), self.wrapping
+                            )
             except (EngineStopped, FileNotFound, ReferenceNotFound, Cancelled):
                 # it is left for the next start, or was deleted meanwhile
                 return None
@@ -247,6 +301,8 @@ class BackgroundJobs:
                 log.exception("Forgetting old deletions failed and is tried again in %g s.", FORGET_SECONDS)
 
     def _collect(self) -> None:
-        removed = [*self.library.files.collect_expired(), *self.library.references.collect_retired()]
+        files, references = self.library.files, self.library.references
+        removed = [*files.collect_expired(), *references.collect_expired(), *references.collect_retired()]
         self.engine.forget(*(chunk for one in removed for chunk in one.chunks))
+        self.engine.forget(*self.library.expire_kv())
         self.library.caches.sweep()

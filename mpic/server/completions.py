@@ -221,6 +221,6 @@ def _later_rounds(usage: GenerationUsage) -> Iterator[dict[str, Any]]:
 
 
 def _round(one: RetrievalRound) -> dict[str, Any]:
-    fields = {name: getattr(one, name) for name in ("query", "at", "tokens", "reused", "error")}
+    fields = {name: getattr(one, name) for name in ("query", "at", "tokens", "reused", "error", "trigger")}
     times = {name: round(getattr(one, name), 3) for name in ("search_ms", "link_ms")}
     return {**fields, **times, "references": [c["reference_id"] for c in one.citations]}

@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from mpic.api.requests import RetrievalOptions
-from mpic.engine.base import Hit, Retrieval, RetrievalRound, SearchResult
+from mpic.engine.base import Hit, Retrieval, RetrievalRound, SearchResult, Trigger
 from mpic.errors import BadRequest, MPICError, UnsupportedParameter
 from mpic.kv.chunk import Chunk
 from mpic.link import Policy
 from mpic.prompt import build_prompt
-from mpic.prompt.calls import NOTHING, CallStyle, find_style, search_tools
+from mpic.prompt.calls import LINE, NOTHING, PROTOCOL, TOOL, CallStyle, find_style, turn_style
 from mpic.prompt.guarded_tokenizer import Trusted
 from mpic.prompt.messages import Handles, Ref, Text, parse_messages
 from mpic.prompt.segments import Prompt, Segment, TextSegment
@@ -38,6 +38,18 @@ def call_style(template: ChatTemplate, config: RetrievalConfig) -> CallStyle:
     return find_style(template, config.call_opens, config.call_closes)
 
 
+def check_options(options: RetrievalOptions) -> None:
+    """Refuse options that would have no effect. Raise UnsupportedParameter."""
+    for name, needs, has in (
+        ("trigger", "mode 'auto'", options.trigger is None or options.mode == "auto"),
+        ("confidence", "trigger 'confidence'", options.trigger == "confidence"),
+    ):
+        if name in options.model_fields_set and not has:
+            raise UnsupportedParameter(
+                f"{name} has an effect only with {needs}", param=f"mpic.retrieval.{name}"
+            )
+
+
 def citation(hit: SearchHit) -> dict[str, Any]:
     """Return the citation of a reference that was used, for clients."""
     reference = hit.reference
@@ -47,6 +59,8 @@ def citation(hit: SearchHit) -> dict[str, Any]:
         "title": reference.title,
         "kind": reference.kind,
         "score": round(hit.score, 4),
+        "words": None if hit.words is None else round(hit.words, 4),
+        "found_by": list(hit.found_by),
         "thumbnail": f"/v1/references/{reference.id}/thumbnail" if reference.kind == "image" else None,
     }
 
@@ -92,27 +106,61 @@ class Searcher:
 
 
 class AutoRetrieval(Retrieval):
-    """Lets the model search while it answers."""
+    """Lets the model search while it answers.
 
-    def __init__(self, searcher: Searcher, template: ChatTemplate, style: CallStyle) -> None:
-        self._searcher, self._template, self._style = searcher, template, style
-        self.opens, self.closes = style.opens, style.closes
+    Args:
+        trigger: what asks (``Retrieval.trigger``).
+        question: what is searched for with ``confidence``.
+    """
+
+    def __init__(
+        self,
+        searcher: Searcher,
+        template: ChatTemplate,
+        style: CallStyle,
+        trigger: Trigger = "call",
+        question: Query | None = None,
+    ) -> None:
+        self._searcher, self._template, self.style = searcher, template, style
+        self._question, self._call, self._query = question, "", ""
+        self._eos = template.tokenizer.eos_token or ""
+        self.trigger = trigger
+        self.opens, self.closes = (style.opens, style.closes) if trigger == "call" else (LINE, "")
+        self.confidence = searcher.options.confidence
         self.rounds = searcher.options.rounds
         self.nothing = None if style.tool else NOTHING
 
     def search(self, call: str) -> SearchResult:
-        query = self._style.query(call)
+        query = self._asked(call)
+        self._call, self._query = call, "" if query is None else query.text
         if query is None:
             return SearchResult(call, (), "bad_call")
         hits = []
-        for hit in self._searcher.find(Query(query)):
+        for hit in self._searcher.find(query):
             with suppress(MPICError):  # the reference was removed meanwhile
                 hits.append(Hit(self._searcher.chunk(hit), citation(hit)))
-        return SearchResult(query, tuple(hits))
+        return SearchResult(query.text, tuple(hits))
+
+    def _asked(self, call: str) -> Query | None:
+        """Return what a call asks for; None if it is malformed."""
+        if self.trigger == "confidence":
+            return self._question
+        if self.trigger == "call":
+            words = self.style.query(call)
+        else:
+            line, *_ = call.lstrip()[len(LINE) :].removesuffix(self._eos).lstrip().split("\n")
+            words = line.strip()
+        return Query(words) if words else None
 
     def insert(self, hits: Sequence[Hit], number: int) -> tuple[Segment, ...]:
         references = [(str(hit.citation["title"]), hit.chunk) for hit in hits]
-        return self._style.spell(self._template, references, number)
+        style = self.style
+        if self.trigger == "call":
+            return style.spell(self._template, references, number)
+        if self._eos and self._call.endswith(self._eos):  # the model has ended its turn itself
+            style = replace(style, before=style.before.removeprefix(self._eos))
+        made = () if style.tool else called(self._template, style, self._query)
+        return (*made, *style.spell(self._template, references, number))
 
 
 def query_of(messages: Sequence[Mapping[str, Any]], resolver: LibraryResolver, handles: Handles) -> Query:
@@ -146,15 +194,20 @@ def with_simulated_call(
 
     That is where a model with search tokens expects references.
     """
-    called = template.continuation([Trusted(style.opens + " "), query.text, Trusted(style.closes)])
+    made = called(template, style, query.text)
     found = [(hit.reference.title, library.chunk(hit.reference)) for hit in hits]
     segments: list[Segment] = []
-    for segment in (*prompt.segments, *called, *style.spell(template, found, 1)):
+    for segment in (*prompt.segments, *made, *style.spell(template, found, 1)):
         if segments and isinstance(segment, TextSegment) and isinstance(segments[-1], TextSegment):
             segments[-1] = TextSegment(segments[-1].token_ids + segment.token_ids)
         else:
             segments.append(segment)
     return Prompt(tuple(segments))
+
+
+def called(template: ChatTemplate, style: CallStyle, query: str) -> tuple[Segment, ...]:
+    """Return the call of a model with search tokens for a query."""
+    return template.continuation([Trusted(style.opens + " "), query, Trusted(style.closes)])
 
 
 def prompt_with_references(
@@ -189,14 +242,52 @@ def prompt_with_search(
     """Return a prompt that offers the search, and the search itself (mode ``auto``).
 
     Raises:
-        UnsupportedParameter: the model cannot call a search.
+        UnsupportedParameter: the model cannot call a search, or not in the way that was asked for.
     """
-    style = call_style(state.template, state.config.retrieval)
-    tools = search_tools(style) or []
+    template = state.template
+    search = search_of(searcher, template, state.config.retrieval, query)
+    tools = [TOOL] if search.trigger == "call" and search.style.tool else []
     values = state.config.server.max_body_values
-    prompt = build_prompt(messages, state.template, resolver, tools, resolver.user, values, handles)
+    if search.trigger == "prompted":
+        messages = with_protocol(messages)
+    prompt = build_prompt(messages, template, resolver, tools, resolver.user, values, handles)
     state.retriever.soon(prefetch_likely, searcher, query, state.engine, policy)
-    return prompt, AutoRetrieval(searcher, state.template, style)
+    return prompt, search
+
+
+def search_of(
+    searcher: Searcher, template: ChatTemplate, config: RetrievalConfig, question: Query
+) -> AutoRetrieval:
+    """Return the search of a request by the trigger that its options name. Where they name none, it is the model's own
+    call if it has one, else the prompted line, and for a model without a chat template, which has not learnt to follow
+    instructions, its confidence.
+
+    Raises:
+        UnsupportedParameter: the model cannot do so.
+    """
+    trigger = searcher.options.trigger
+    if trigger in (None, "call"):
+        try:
+            return AutoRetrieval(searcher, template, call_style(template, config))
+        except UnsupportedParameter:
+            if trigger == "call":
+                raise
+            trigger = "prompted" if template.own else "confidence"
+    style = token_call_style(template, config) or turn_style(template)
+    return AutoRetrieval(searcher, template, style, trigger, question)
+
+
+def with_protocol(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a conversation whose system message says how to ask for a search."""
+    first = messages[0]
+    if first["role"] not in ("system", "developer"):
+        return [{"role": "system", "content": PROTOCOL}, *messages]
+    content = first["content"]
+    if isinstance(content, str):
+        content = f"{content}\n\n{PROTOCOL}"
+    else:
+        content = [*content, {"type": "text", "text": PROTOCOL}]
+    return [{**first, "content": content}, *messages[1:]]
 
 
 def prefetch_likely(searcher: Searcher, query: Query, engine: Engine, policy: Policy) -> None:

@@ -13,7 +13,6 @@ import httpx
 import pytest
 from server_helpers import png
 from typer.main import get_command
-from typer.testing import CliRunner
 
 from mpic import cli
 from mpic.cli import common, upload
@@ -222,41 +221,9 @@ def test_one_handle_names_one_file(mpic, pictures, url):
     assert status == 2 and "one file" in err
 
 
-def test_a_conversation(mpic, url):
-    typed = "/policy full\nhello\n/policy best\nhello\n/reset\n/nonsense\n\n/quit\n"
-    result = CliRunner().invoke(cli.app, ["chat", "--url", url, "--max-tokens", "3"], input=typed)
-    status, out = result.exit_code, result.output
-    assert status == 0
-    assert "tiny, policy mpic-16" in out and "policy full" in out and "full · first token" in out
-    assert "[unknown_policy]" in out and "unknown command /nonsense" in out
-
-
-def test_commands_of_a_conversation_are_checked_at_once(mpic, url, pictures):
-    path = str(pictures[0]).replace(" ", "\\ ")
-    lines = [f"/upload {path} SHOWN", "/upload /no/file", "/upload", "/policy best", "/policy mpic-7"]
-    lines += ["/upload it's.png", "/upload ~nobody-here/a.png"]
-    lines += ["/retrieval sometimes", "/retrieval always", "/retrieval"]
-    lines += ["/help", "/files", "/again best", "/quit"]
-    result = CliRunner().invoke(cli.app, ["chat", "--url", url], input="\n".join(lines) + "\n")
-    status, out = result.exit_code, result.output
-    assert status == 0 and "IMAGE#SHOWN: created" in out and "/no/file: No such file" in out
-    assert "write /upload PATH" in out and out.count("[unknown_policy]") == 2 and "policy mpic-7" in out
-    assert "it's.png: No closing quotation" in out and "~nobody-here/a.png: No such file" in out
-    assert "unknown mode 'sometimes'" in out and "retrieval always" in out and "retrieval off" in out
-    assert "Ctrl-C cancels the line" in out and "first token" not in out  # nothing was asked
-    assert mpic("files", "delete", "SHOWN", "--url", url)[0] == 0
-
-
-def test_ctrl_c_cancels_the_line_and_ctrl_d_ends(monkeypatch, capsys):
-    from types import SimpleNamespace
-
-    from mpic.cli.repl import ReplSession, run_repl
-
-    typed = Mock(side_effect=[KeyboardInterrupt, KeyboardInterrupt, EOFError])
-    monkeypatch.setattr("builtins.input", typed)
-    health = SimpleNamespace(model={"name": "tiny"}, policy="mpic-16", policies=("full",))
-    run_repl(ReplSession(SimpleNamespace(health=lambda: health)), cli.out)
-    assert typed.call_count == 3 and "/help explains" in capsys.readouterr().out
+def test_a_question_is_needed_and_conversations_are_elsewhere(mpic, url):
+    status, _, err = mpic("chat", "--url", url)
+    assert status == 2 and "/ui" in err and "-m" in err
 
 
 def test_handles_from_file_names():
@@ -345,15 +312,11 @@ LIBRARY = [
     ("library", "ls"),
     ("library", "show", "X"),
     ("library", "check"),
-    ("library", "gc"),
-    ("library", "gc", "--dry-run"),
     ("library", "import", "{tmp}"),
     ("library", "quota", "ann"),
     ("library", "pin", "X"),
     ("library", "backup", "{tmp}/backup"),
     ("library", "recover"),
-    ("library", "give", "a", "b"),
-    ("library", "press", "knorm-50"),
     ("keys", "create", "ann"),
     ("keys", "list"),
     ("keys", "revoke", "x"),

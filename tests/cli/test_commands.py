@@ -12,8 +12,7 @@ from server_helpers import png
 from typer.testing import CliRunner
 
 from mpic import MPIC, cli
-from mpic.cli import repl
-from mpic.cli.repl import ReplSession, tab_matches
+from mpic.cli import chat
 
 
 @pytest.fixture
@@ -49,6 +48,28 @@ def test_one_file(mpic, image, tmp_path):
     assert "expires: 2" in mpic("files", "extend", "CLI_RED", "--ttl", "100")
     assert "expires: never" in mpic("files", "extend", "CLI_RED")
     assert mpic("files", "show", "NOBODY", fails=True).code == "file_not_found"
+
+
+def test_a_file_and_a_cache_are_pinned_prefetched_and_keep_their_kv_for_a_while(mpic, image, tmp_path):
+    show = lambda: json.loads(mpic("files", "show", "CLI_RED", "--json"))
+    assert "IMAGE#CLI_RED is pinned" in mpic("files", "pin", "CLI_RED") and show()["pinned"]
+    assert "pinned" in mpic("files", "show", "CLI_RED")
+    assert "is not pinned" in mpic("files", "pin", "CLI_RED", "--off") and not show()["pinned"]
+    assert "unused for 3,600 s" in mpic("files", "kv-ttl", "CLI_RED", "--kv-ttl", "3600")
+    assert show()["kv_ttl"] == 3600 and show()["expires_at"] is None
+    mpic("files", "kv-ttl", "CLI_RED")
+    assert show()["kv_ttl"] is None
+    assert "is being prefetched" in mpic("files", "prefetch", "CLI_RED")
+    text = tmp_path / "note.txt"
+    text.write_text("A note.")
+    [sent] = json.loads(mpic("upload", text, "--kv-ttl", "60", "--json"))
+    assert sent["kv_ttl"] == 60
+    mpic("files", "delete", sent["id"])
+    [made] = json.loads(mpic("caches", "create", text, "--json"))
+    assert json.loads(mpic("caches", "pin", made["id"], "--json"))["pinned"]
+    assert json.loads(mpic("caches", "kv-ttl", made["id"], "--kv-ttl", "60", "--json"))["kv_ttl"] == 60
+    assert "is being prefetched" in mpic("caches", "prefetch", made["id"])
+    mpic("caches", "delete", made["id"])
 
 
 def test_uploads_are_listed_and_get_other_handles(mpic, image):
@@ -116,20 +137,7 @@ def test_the_key_is_sent_and_a_refusal_is_one_line(url):
     assert done.returncode == 2 and "No such option" in done.stderr
 
 
-def test_tab_completes_commands_policies_and_uploads(url, image):
-    policies = ("full", "mpic-K")
-    with MPIC(url) as client:
-
-        def complete(line):
-            return tab_matches(client, policies, line, line.rpartition(" ")[2])
-
-        assert complete("/p") == ["/policy "]
-        assert complete("/policy m") == ["mpic-K"]
-        assert complete("compare IMAGE#CLI") == ["IMAGE#CLI_RED"] == complete("compare CLI_R")
-        assert complete("IMAGE#NOBODY") == [] and "IMAGE#CLI_RED" in complete("and ")
-
-
-def test_a_name_in_another_script_is_uploaded_completed_asked_about_shown_and_deleted(mpic, url, tmp_path):
+def test_a_name_in_another_script_is_uploaded_asked_about_shown_and_deleted(mpic, url, tmp_path):
     names = {"图片.png": "IMAGE#图片", "фото.png": "IMAGE#ФОТО", "हिन्दी.txt": "FILE#हिन्दी"}
     names["😀.png"] = "IMAGE#IMAGE_1F600"
     paths = [tmp_path / name for name in names]
@@ -140,26 +148,11 @@ def test_a_name_in_another_script_is_uploaded_completed_asked_about_shown_and_de
         found = [client.files.retrieve(one["id"]) for one in uploaded]
         assert {file.filename: file.mention for file in found} == names
         for file in found:
-            assert tab_matches(client, (), f"see {file.mention[:-1]}", file.mention[:-1]) == [file.mention]
             for written in (file.mention, file.mention.partition("#")[0] + "#" + file.handle.lower()):
                 usage = client.chat.completions.create(f"{written}, what?", max_tokens=1).usage.mpic
                 assert len(usage.chunks) == 1 and usage.unlinked_handles is None
             assert file.id in mpic("files", "show", file.handle.lower())
             mpic("files", "delete", file.mention)
-
-
-def test_asking_again_replaces_the_answer(url, image):
-    with MPIC(url) as client:
-        session = ReplSession(client, {"max_tokens": 3}, "mpic-4")
-        first = session.ask("IMAGE#CLI_RED what?", cli.out)
-        again = session.again("full", cli.out)
-        assert (first.mpic.policy, again.mpic.policy, session.policy) == ("mpic-4", "full", "mpic-4")
-        assert first.mpic.tokens.reused == 12 and again.mpic.tokens.reused == 0
-        assert [m["role"] for m in session.messages] == ["user", "assistant"]
-        said = list(session.messages)
-        with pytest.raises(Exception, match="unknown policy"):
-            session.again("best", cli.out)
-        assert session.messages == said
 
 
 def test_shell_completion_knows_the_commands():
@@ -235,5 +228,5 @@ def test_an_answer_is_piped_as_it_is_and_sends_no_commands_to_a_terminal(monkeyp
         (True, answer.replace("\x1b", "\ufffd").replace("\x07", "\ufffd")),
     ):
         out = Console(file=io.StringIO(), force_terminal=terminal)
-        repl._write(answer, out)
+        chat.write(answer, out)
         assert out.file.getvalue() == expected

@@ -53,6 +53,18 @@ def test_references_that_were_added_before_a_file_that_is_refused_are_shown(mpic
     assert [one["id"] for one in run("list")] == [added["id"]]
 
 
+def test_a_reference_expires_is_pinned_and_prefetched_and_a_server_without_a_folder_says_so(run, tmp_path):
+    note = tmp_path / "note.txt"
+    note.write_text("The code of the lamp is 123.")
+    [added] = run("add", note, "--id", "ref_note", "--ttl", "3600")
+    assert added["expires_at"] - added["created_at"] in (3600, 3601)
+    assert run("extend", "ref_note")["expires_at"] is None
+    assert run("pin", "ref_note")["pinned"] and not run("pin", "ref_note", "--off")["pinned"]
+    assert run("prefetch", "ref_note")["id"] == "ref_note"
+    run("remove", "ref_note")
+    assert "sync_references" in run("sync", status=1)
+
+
 def test_an_import_is_resumed_by_running_it_again(run, tmp_path):
     rows = [{"id": f"n{i}", "title": f"T{i}", "text": f"fact {i}", "metadata": {"i": i}} for i in range(3)]
     file = tmp_path / "some.jsonl"

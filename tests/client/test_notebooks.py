@@ -1,4 +1,4 @@
-"""The HTML of objects in notebooks, and the example notebook, run cell by cell."""
+"""The objects that the SDK returns, and the example notebook, run cell by cell."""
 
 import ast
 import io
@@ -6,31 +6,16 @@ import json
 import subprocess
 import sys
 from datetime import UTC, datetime
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 import mpic
-from mpic.api import html
 from mpic.client import types
 from mpic.client.loading import teller
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "docs" / "examples" / "quickstart.ipynb"
-
-
-class Elements(HTMLParser):
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.text = [], ""
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-
-    def handle_data(self, data):
-        self.text += data
 
 
 def test_the_example_notebook_runs():
@@ -44,7 +29,7 @@ def test_the_example_notebook_runs():
         code.append(f"exec({ast.unparse(tree)!r}, space)")
         if last is not None:
             code.append(f"value = eval({ast.unparse(last.value)!r}, space)")
-            code.append("print(getattr(value, '_repr_html_', value.__repr__)())")
+            code.append("print(repr(value))")
     ran = subprocess.run(
         [sys.executable, "-c", "\n".join(code)],
         capture_output=True,
@@ -52,44 +37,15 @@ def test_the_example_notebook_runs():
         cwd=NOTEBOOK.parent,
     )
     assert ran.returncode == 0, ran.stderr
-    for word in ("red", "unchanged", "IMAGE#EIFFEL", "tokens reused", "display:inline-block", "FILE#VERA"):
+    for word in ("red", "unchanged", "EIFFEL", "reused=", "FILE#VERA"):
         assert word in ran.stdout, word
-
-
-def test_an_answer_shows_its_text_and_where_its_tokens_came_from(client):
-    file = client.files.create(b"some notes <of> mine", "SHOWN", wait=True)
-    for trace in (False, True):
-        answer = client.chat.completions.create(
-            "FILE#SHOWN what?", max_tokens=2, policy="mpic-4", trace=trace
-        )
-        found = Elements(answer._repr_html_())
-        widths = [a["style"].split("%")[0] for tag, a in found.tags if tag == "span"]
-        assert 99 < sum(float(one.removeprefix("width:")) for one in widths) < 101
-        assert f"{answer.usage.mpic.tokens.reused} tokens reused" in found.text and answer.text in found.text
-    shown = Elements(file._repr_html_())
-    assert "FILE#SHOWN" in shown.text and "ready" in shown.text
-    client.files.delete(file.id)
-
-
-def test_texts_of_others_are_shown_as_texts():
-    hostile = '<script>alert("x")</script>'
-    for shown in (
-        html.paragraph(hostile),
-        html.fields([(hostile, hostile)]),
-        html.strip([("new", 1, hostile)]),
-        html.link("javascript:alert(1)", hostile),
-        html.link(f"https://x/{hostile}", hostile),
-    ):
-        assert "<script" not in shown and not [a for tag, a in Elements(shown).tags if tag == "script"]
-    assert "href" not in html.link("javascript:alert(1)", "x")
 
 
 def test_a_client_shows_its_address(url):
     client = mpic.MPIC(url)
     assert repr(client) == f"MPIC({url!r})"
-    assert f'href="{url}/ui"' in client._repr_html_()
     client.close()
-    assert repr(client) == f"MPIC({url!r}, closed)" and "href" not in client._repr_html_()
+    assert repr(client) == f"MPIC({url!r}, closed)"
 
 
 def test_a_closed_client_says_so(url):
@@ -143,7 +99,7 @@ def test_a_local_server_tells_what_it_loads(tiny_model, capsys):
     ) as client:
         assert stages[0].startswith("importing") and stages[-1] == "ready"
         assert any("model tiny" in stage for stage in stages)
-        assert client.health().ready and "href" not in client._repr_html_()
+        assert client.health().ready
     teller(False)("x")
     assert "mpic: x" not in capsys.readouterr().err
     teller(True)("x")

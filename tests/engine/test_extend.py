@@ -23,6 +23,7 @@ from extend_kit import (
 )
 
 from mpic.engine.base import Hit
+from mpic.engine.detokenize import FIRST_TOKENS
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +45,27 @@ def test_a_link_in_the_middle_of_an_answer_equals_one_from_the_start_and_the_ora
     assert_same(linked, extended(name, prompt, policy, call, lookup, b, document, a))
     whole = from_the_start(prompt, call, lookup.insert([Hit(c, {}) for c in (b, document, a)], 1))
     assert_same(linked, logits_of(ask(make_engine(name), whole, policy, 4), 4))
+
+
+@pytest.mark.parametrize("trigger", ["prompted", "confidence"])
+@pytest.mark.parametrize("policy", ["full", "mpic-5"])
+def test_a_link_by_another_trigger_equals_one_from_the_start_too(policy, trigger, make_engine):
+    engine = make_engine()
+    prompt, call, (a, document, _) = begun(engine, policy)
+    lookup = Lookup(call, a, document)
+    lookup.trigger, said = trigger, SAID
+    if trigger == "confidence":
+        lookup.confidence, said = 1.0, FIRST_TOKENS
+        call = logits_of(ask(engine, prompt, policy, said), said)[0]
+    else:  # a line that is complete at once
+        lookup.opens, said = f"[{call[0]}]", 1
+        engine.builder._model.tokenizer.newline = call[0]
+        call = call[:1]
+    got_ids, got = logits_of(ask(engine, prompt, policy, said + 4, lookup), said + 4)
+    assert got_ids[:said] == call and len(lookup.calls) == 1
+    linked = got_ids[said:], got[said:]
+    whole = from_the_start(prompt, call, lookup.insert([Hit(c, {}) for c in (a, document)], 1))
+    assert_same(linked, logits_of(ask(make_engine(), whole, policy, 4), 4))
 
 
 def test_the_usage_counts_what_was_inserted_as_prompt_and_says_what_was_found(make_engine):

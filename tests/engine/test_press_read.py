@@ -13,6 +13,7 @@ from engine_kit import (
     MemoryStore,
     assert_same,
     expected_of,
+    family,
     ids,
     logits_of,
     prompt_of,
@@ -24,7 +25,7 @@ from extend_kit import chunks_of
 
 from mpic.errors import StorageFull
 from mpic.kv.chunk import Chunk
-from mpic.press import PRESSES
+from mpic.press import PRESSES, parse_press
 
 DOCUMENT, OTHER = text_chunk(ids(7, 41)), text_chunk(ids(8, 90))
 FROM_FILES = [cls(50, 5).name for cls in PRESSES if not cls.needs_queries] + ["cur-50-5-4"]
@@ -83,6 +84,22 @@ def test_it_is_read_and_pressed_and_saved_as_if_it_had_been_compiled_so(press, p
     (resident, *_) = later.device.chunks.values()
     assert resident.extent.tokens == resident.first + resident.slots
     later.check()
+
+
+@pytest.mark.parametrize("name", ["rotaries", "qwen2_vl", "llava"])
+@pytest.mark.parametrize("press", FROM_FILES)
+def test_families_with_images_and_several_rotations_are_pressed_as_when_compiled(press, name, make_engine):
+    if parse_press(press).needs_positions and family(name).loaded.mrope > 1:
+        pytest.skip("refused for this model")
+    whole, fresh, chunks = MemoryStore(), MemoryStore(), chunks_of(name)
+    _, uses = answer(make_engine(name, store=whole), over(*chunks), "mpic-5")
+    different = sum(tier == "compiled" for tier, _, _ in uses)  # images of five tokens are recomputed whole
+    until(lambda: len(whole.chunks) == different)
+    for store in (fresh, whole):
+        answer(make_engine(name, store=store), over(*(pressed(chunk, press) for chunk in chunks)), "mpic-5")
+    until(lambda: len(fresh.chunks) == different and len(whole.chunks) == 2 * different)
+    for key, chunk in fresh.chunks.items():
+        close(whole.chunks[key].kv, chunk.kv)
 
 
 def test_images_are_pressed_without_the_vision_encoder(make_engine):

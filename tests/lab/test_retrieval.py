@@ -19,6 +19,11 @@ def test_it_reports_recall_answers_and_searches():
     pictures = next(row for row in report["answers"] if row["task"] == "text->image")
     assert pictures["found the right one"] == 1 and pictures["auto"] == pictures["right reference"]
     assert report["searches"][-1]["task"] == "all" and report["searches"][-1]["searched"] < 0.2
+    asking = {row["task"]: row for row in report["asking"]}
+    assert asking["call"]["recall"] == asking["call"]["precision"] == 1
+    assert asking["prompted"]["recall"] == 0 and asking["prompted"]["precision"] is None
+    least = [asking[f"confidence {bound}"]["recall"] for bound in (0.5, 0.7, 0.9)]
+    assert least == sorted(least) and least[-1] > 0
     shown = StringIO()
     print_report(report, Console(file=shown, width=300))
     assert "recall@5 of its kind" in shown.getvalue() and "found the right one" in shown.getvalue()

@@ -36,8 +36,8 @@ from mpic.server.savings import SavingsLedger
 
 
 def fill(library):
-    library.files.add("ann", b"some text", "t.txt", "T", None, {"a": 1})
-    library.files.add("bob", encoded(), "b.png", "B", 10**6)
+    library.files.add("ann", b"some text", "t.txt", "T", metadata={"a": 1})
+    library.files.add("bob", encoded(), "b.png", "B", expires_after=10**6)
     library.caches.create("ann", [CachedText("one", 0, 3), CachedText("two", 3, 6)], name="C")
     asyncio.run(library.references.add(b"a reference", "r.txt", title="R", id="ref_1"))
     saved(library, *chunks(3), make_chunk(text_key("r", owner=SHARED)))

@@ -24,9 +24,7 @@ from mpic.library import Library
 from mpic.library.catalog import database, file_rows
 from mpic.library.catalog.database import insert_row
 from mpic.library.copies.backup import backup
-from mpic.library.copies.give import Given, give
 from mpic.library.copies.restore import add
-from mpic.library.intake.decode import NO_CLIPS
 
 FRAMES = pictures(1, 6)
 GIF = animation(FRAMES)
@@ -48,13 +46,6 @@ def test_a_clip_comes_back_as_its_user_knows_it(library):
     assert np.array_equal(clip.frames[1], FRAMES[4])
     assert [f.id for f in library.files.page("ann", kinds=("image", "video")).files] == [file.id]
     assert not library.files.page("ann", kinds=("text",)).files
-
-
-def test_a_clip_can_be_given_to_another_user(library):
-    taking(library).files.add("ann", GIF, "walk.gif", handle="WALK")
-    library.files.no_clips = NO_CLIPS  # as without an engine, which is how `mpic library give` opens it
-    assert give(library, "ann", "bob") == [Given("WALK")]
-    assert library.files.by_handle("bob", "WALK").kind == "video"
 
 
 def test_a_clip_survives_backup_and_import(library, tmp_path, clock):

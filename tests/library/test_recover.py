@@ -58,18 +58,20 @@ def facts(library):
 
 
 def fill(library, clock):
-    library.files.add("ann", b"some text", "t.txt", "T", None, {"a": 1})
+    library.files.add("ann", b"some text", "t.txt", "T", metadata={"a": 1})
     clock.now += 1
-    image = library.files.add("bob", encoded(), "ü.png", "I", 10**6)
+    image = library.files.add("bob", encoded(), "ü.png", "I", expires_after=10**6, kv_ttl=7)
     clock.now += 1
     library.files.pin("bob", image.id)
     library.files.add("ann", b"another", "a.txt", "A", split={"mode": "fixed", "tokens": 3, "overlap": 0})
     split = {"mode": "none"}
-    library.caches.create(
+    cache = library.caches.create(
         "ann", [CachedText("one", 0, 3), CachedText("two", 3, 6)], name="C", split=split, ttl=60
     )
+    library.caches.keep_kv("ann", cache.id, 8)
     clock.now += 1
-    asyncio.run(library.references.add(b"old", "r.txt", title="R", metadata={"k": "v"}, id="ref_1"))
+    more = {"metadata": {"k": "v"}, "id": "ref_1", "expires_after": 10**6, "synced_from": "/srv"}
+    asyncio.run(library.references.add(b"old", "r.txt", title="R", **more))
     library.references.pin("ref_1")
     asyncio.run(library.references.replace("ref_1", b"new", title="R 2", description="d"))
     library.references.collect_retired()
@@ -289,7 +291,7 @@ def test_the_newer_version_of_an_interrupted_replacement_is_recovered(tmp_path, 
 
 def test_the_file_that_has_not_expired_keeps_the_handle_of_two(tmp_path, clock):
     with Library.open(tmp_path, clock=clock) as library:
-        old = library.files.add("ann", b"old", "o.txt", "H", 5)
+        old = library.files.add("ann", b"old", "o.txt", "H", expires_after=5)
         clock.now += 6
         new = library.files.add("ann", b"new", "n.txt", "h")
     lose_catalogue(tmp_path)
@@ -304,7 +306,7 @@ def test_a_sidecar_that_does_not_fit_is_named_and_leaves_no_trace(tmp_path, cloc
     with Library.open(tmp_path, clock=clock) as library:
         file = library.files.add("ann", b"text", "t.txt")
         clock.now += 1
-        old = library.files.add("bob", b"old", "o.txt", "H", 5)
+        old = library.files.add("bob", b"old", "o.txt", "H", expires_after=5)
         clock.now += 6
         record = Sidecar.read(sidecar_of(file.path)).record
     twin = old.path.with_name(file.id)  # the same id in the folder of another owner

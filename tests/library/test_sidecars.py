@@ -35,7 +35,9 @@ def agree(library):
 
 
 def test_every_change_reaches_the_sidecar(library, clock):
-    ann = library.files.add("ann", b"some text", "t.txt", "T", 60, {"a": 1, "b": "ü", "c": 0.1, "d": True})
+    ann = library.files.add(
+        "ann", b"some text", "t.txt", "T", expires_after=60, metadata={"a": 1, "b": "ü", "c": 0.1, "d": True}
+    )
     assert agree(library) == 1
     record = json.loads(ann.path.with_name(f"{ann.id}.json").read_text())["record"]
     assert record["owner"] == "ann" and record["handle"] == "T" and record["metadata"] == ann.metadata
@@ -327,7 +329,9 @@ def stored(tmp_path_factory):
     """A library of one row of each kind, and the records of its sidecars by path."""
     root = tmp_path_factory.mktemp("stored")
     with Library.open(root) as library:
-        library.files.add("ann", b"some text", "t.txt", "T", 10**6, {"a": 1}, split={"mode": "none"})
+        library.files.add(
+            "ann", b"some text", "t.txt", "T", expires_after=10**6, metadata={"a": 1}, split={"mode": "none"}
+        )
         library.caches.create("ann", [CachedText("part", 0, 4), CachedText("more", 4, 8)], name="C")
         asyncio.run(library.references.add(b"a reference", "r.txt", title="R", id="ref_1"))
         library.set_quota("ann", files=99)

@@ -26,12 +26,7 @@ from mpic.library.caches import CachedText
 from mpic.library.catalog.database import Catalog
 from mpic.library.folder.lock import MARKER
 from mpic.library.rebuild import recover
-from mpic.library.upkeep import check, collect, garbage
-
-
-def garbage_beside(root):
-    with Library.open_read_only(root) as library:
-        garbage(library)
+from mpic.library.upkeep import check
 
 
 def catalogue(root):
@@ -366,7 +361,7 @@ def test_a_sidecar_that_was_tampered_with_is_put_aside_with_its_original(root, c
 # Links in the place of folders
 
 
-USES = {"start": Library.open, "recover": partial(recover, force=True), "gc --dry-run": garbage_beside}
+USES = {"start": Library.open, "recover": partial(recover, force=True)}
 
 
 @pytest.mark.parametrize("what", ["files/*", "files/*/file-*[!n]", "kv/*", "kv/*/*"])
@@ -397,6 +392,4 @@ def test_files_with_other_names_are_left_alone_and_counted(root, clock):
     for _ in range(2):
         with Library.open(root, clock=clock) as library:
             assert library.recovered["unknown"] == 6 and library.recovered["leftovers"] == 0
-    with Library.open(root, clock=clock) as library:
-        collect(library)
     assert all((root / name).read_text() == "mine" for name in FOREIGN)

@@ -1,4 +1,4 @@
-"""Upkeep of a library: check, garbage collection, bulk import of references."""
+"""Upkeep of a library: check, bulk import of references."""
 
 import asyncio
 import json
@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 from library_tools import (
     Crash,
     CrashingFiles,
-    drop,
     encoded,
     everything,
     kill,
     make_chunk,
     no_memory_once,
-    picture,
     read,
     store_of_each,
 )
@@ -28,9 +26,8 @@ from typer.testing import CliRunner
 from mpic import cli
 from mpic.errors import BadRequest, CorruptFile, StorageFull, Unavailable
 from mpic.library import Library, Limits
-from mpic.library.caches import CachedText
 from mpic.library.copies.bulk_import import LibraryTarget, import_references
-from mpic.library.upkeep import check, collect, garbage, size_of
+from mpic.library.upkeep import check, size_of
 
 
 def import_(library, source):
@@ -180,35 +177,6 @@ def test_a_check_goes_on_behind_a_chunk_for_which_there_is_no_memory(library, mo
     assert check(library) == []
 
 
-# gc
-
-
-def test_a_dry_run_lists_garbage_and_removes_nothing(open_library, clock):
-    library = open_library(tombstone_seconds=100)
-    keys = store_of_each(library)
-    library.files.add("ann", b"short", "s", expires_after=5)
-    library.references.remove("ref_r")
-    asyncio.run(library.references.add(encoded(picture(2)), "x", title="X", id="ref_x"))
-    held = library.references.chunk(library.references.get("ref_x"))
-    library.references.remove("ref_x")
-    del held
-    drop(library.store, keys[1], library.catalog)
-    library.store._rows.mark([keys[0].digest], "corrupt")
-    (library.root / "tmp" / f"{'a' * 24}.tmp").write_bytes(b"123")
-    (library.root / "quarantine").mkdir()
-    (library.root / "quarantine" / f"{'0' * 64}.safetensors@1").write_bytes(b"1234")
-    library.store.flush()
-    clock.now += 200
-    before = everything(library.root)
-    planned = garbage(library)
-    assert everything(library.root) == before
-    why = sorted(item.why for item in planned)  # leftovers: the upload, and the chunk that was marked
-    assert why == ["expired", "leftover", "leftover", "quarantine", "retired", "tombstone"]
-    assert collect(library) == planned
-    assert len(everything(library.root)) == 2 and garbage(library) == []
-    assert check(library) == []
-
-
 # ls and show beside a server
 
 
@@ -224,13 +192,6 @@ def test_a_library_can_be_opened_read_only_beside_a_server(library):
     other.close()
     with pytest.raises(Unavailable, match="no library"):
         Library.open_read_only(library.root / "nowhere")
-
-
-def test_caches_that_have_expired_are_collected(library, clock):
-    library.caches.create("ann", [CachedText("some text", 0, 9)], ttl=5)
-    clock.now += 10
-    collect(library)
-    assert library.catalog.one("SELECT COUNT(*) FROM caches")[0] == 0
 
 
 # Bulk import of references

@@ -26,7 +26,7 @@ def test_a_restart_reads_the_index_file_and_a_damaged_or_stale_one_is_rebuilt_an
     shelf = open_shelf()
     assert titles(shelf, "word3", top_k=1) == ["t3"] and shelf.retriever.status()["index"] == "file"
     assert shelf.embedder.batches == [1]  # the query
-    (path,) = (shelf.library.root / "index").iterdir()
+    (path,) = (shelf.library.root / "index").glob("*.vectors")
     shelf.close()
     good = path.read_bytes()
     for bad in (b"", good[:40], good[:-3], good[:200] + b"X" + good[201:], b"\0" * len(good)):
@@ -43,6 +43,40 @@ def test_a_restart_reads_the_index_file_and_a_damaged_or_stale_one_is_rebuilt_an
     path.write_bytes(good)
     shelf = open_shelf()
     assert titles(shelf, "one more", top_k=1) == ["more"] and "stale" in shelf.retriever.status()["index"]
+
+
+def test_an_index_changes_its_kind_with_its_size_and_keeps_it_over_a_restart(open_shelf):
+    shelf = open_shelf(approximate_from=20)
+    shelf.add("a lamp", "lamp", id="ref_lamp")
+    assert "flat" in shelf.retriever.status()["kind"]
+    for i in range(20):
+        shelf.add(f"fact {i} of word{i}", f"t{i}", flush=False, id=f"ref_{i}")
+    assert shelf.retriever.flush() and "IVF" in shelf.retriever.status()["kind"]
+    assert titles(shelf, "fact 3 of word3", top_k=1) == ["t3"] and titles(shelf, "a lamp", top_k=1) == [
+        "lamp"
+    ]
+    shelf.retriever.check()
+    shelf = open_shelf(approximate_from=20)
+    assert titles(shelf, "fact 3 of word3", top_k=1) == ["t3"]
+    state = shelf.retriever.status()
+    assert state["index"] == "file" and "IVF" in state["kind"]
+    for i in range(15):
+        shelf.library.references.remove(f"ref_{i}")
+    assert shelf.retriever.flush() and "flat" in shelf.retriever.status()["kind"]
+    shelf.retriever.check()
+
+
+def test_a_flat_index_file_of_an_earlier_version_opens_whatever_its_size(open_shelf):
+    shelf = open_shelf()
+    for i in range(20):
+        shelf.add(f"fact {i} of word{i}", f"t{i}", flush=False)
+    shelf.retriever.flush()
+    shelf = open_shelf(approximate_from=10)
+    assert titles(shelf, "fact 3 of word3", top_k=1) == ["t3"]
+    state = shelf.retriever.status()
+    assert "IVF" in state["kind"] and state["index_rebuilt"] == 0
+    shelf = open_shelf(approximate_from=10)
+    assert titles(shelf, "fact 3 of word3", top_k=1) == ["t3"] and shelf.retriever.status()["index"] == "file"
 
 
 def test_an_index_file_that_cannot_be_read_is_only_a_cache_that_is_rebuilt(open_shelf, monkeypatch):

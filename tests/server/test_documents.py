@@ -1,14 +1,16 @@
 """PDF and Office files: read by page, one handle for the file, pages named in a question."""
 
+import io
 import json
 import random
 import sys
+import zipfile
 from contextlib import suppress
 from unittest.mock import Mock
 
 import psutil
 import pytest
-from document_kit import docx, pdf
+from document_kit import docx, mutated, ods, pdf
 from fake_engine import FakeEngine
 from server_helpers import data_url, fake_server, png, refusal
 
@@ -148,8 +150,6 @@ async def test_slides_and_sheets_are_pages(server):
 
 
 def slides(*titles):
-    import io
-
     import pptx
 
     made, out = pptx.Presentation(), io.BytesIO()
@@ -160,8 +160,6 @@ def slides(*titles):
 
 
 def sheets(**rows):
-    import io
-
     import xlsxwriter
 
     out = io.BytesIO()
@@ -252,8 +250,19 @@ def test_a_document_that_takes_too_much_memory_or_time_is_refused(memory, second
     made.workers.close()
 
 
-async def test_mutated_documents_are_refused_or_read_within_bounds(server, monkeypatch):
-    """None of them crashes, hangs or fails the server, and the process that reads them stays small."""
+async def test_a_document_that_claims_memory_beyond_any_bound_is_too_costly(server):
+    """The parser of sheets ends its process when memory is refused to it."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(sheets(A=[["x"]]))) as made, zipfile.ZipFile(out, "w") as lies:
+        for name in made.namelist():
+            lies.writestr(name, made.read(name).replace(b'niqueCount="1"', b'niqueCount="%d"' % (1 << 43)))
+    assert refusal(await server.upload(out.getvalue(), "x.xlsx")) == (413, "document_too_costly")
+    assert (await server.upload(sheets(A=[["x"]]), "x.xlsx")).status_code == 200
+
+
+async def test_damaged_documents_are_refused_or_read_within_bounds(server, monkeypatch, fuzz):
+    """None of them crashes, hangs or fails the server, and the process that reads them stays small. ``make fuzz``
+    sends more."""
     monkeypatch.setattr(decoder_module, "_own", decoder_module.Decoder(workers=1))
     most = 0
     chance = random.Random(57)
@@ -262,26 +271,20 @@ async def test_mutated_documents_are_refused_or_read_within_bounds(server, monke
         pdf(REPORT),
         docx(["# A", "b" * 50]),
         slides("x"),
-        sheets(A=[["x"]]),
+        sheets(A=[["x", 1]]),
+        ods([["x", "1"]]),
     ]
-    for number in range(300):
-        data = bytearray(originals[number % len(originals)])
-        for _ in range(chance.randint(1, 12)):
-            at = chance.randrange(5, len(data))
-            kind = chance.random()
-            if kind < 0.6:
-                data[at] = chance.randrange(256)
-            elif kind < 0.8:
-                del data[at : at + chance.randrange(1, 40)]
-            else:
-                data[at:at] = data[chance.randrange(len(data)) :][: chance.randrange(1, 40)]
-        answer = await server.upload(bytes(data), f"{number}.pdf")
+    for number in range(300 + 100 * fuzz):
+        data = originals[number % len(originals)]
+        for _ in range(chance.choice((1, 1, 2, 3))):
+            data = mutated(data, chance)
+        answer = await server.upload(data, f"{number}.pdf")
         assert answer.status_code < 500, answer.text
         assert answer.status_code == 200 or answer.json()["error"]["code"], answer.text
         for pid in decoder_module.decoder().workers.pids:
             with suppress(psutil.NoSuchProcess):  # it has just ended
                 most = max(most, psutil.Process(pid).memory_info().rss)
-    assert 0 < most < 300 << 20
+    assert 0 < most < 400 << 20
     assert (await server.upload(pdf(REPORT), "good.pdf")).status_code == 200
 
 
@@ -296,6 +299,8 @@ def test_a_report_of_200_pages_is_asked_about_by_page_and_reused_after_a_restart
                 assert (file.pages, file.chunk_count, file.state) == (200, 200, "ready")
             answer = client.chat.completions.create(ask, max_tokens=2, policy="reuse")
             counts.append(answer.usage.mpic.tokens)
+            labels = [chunk.label for chunk in answer.usage.mpic.chunks]
+            assert labels == [f"REPORT page {page}" for page in (117, 3, 4, 5)]
             assert [chunk.reused for chunk in answer.usage.mpic.chunks] == [
                 chunk.tokens for chunk in answer.usage.mpic.chunks
             ]

@@ -37,6 +37,8 @@ async def test_upload_is_compiled_in_the_background(tmp_path, template):
             "press": None,
             "format": None,
             "pages": None,
+            "kv_ttl": None,
+            "pinned": False,
             "outcome": "created",
         }
         assert file == {"id": file["id"], "created_at": file["created_at"], **theirs, **ours}

@@ -174,11 +174,11 @@ async def test_unknown_or_unbounded_retrieval_is_refused(retrieval, server):
     assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("mpic.retrieval")
 
 
-async def test_auto_is_refused_for_a_model_that_cannot_ask(server):
-    answer = await server.ask("x", mpic={"retrieval": "auto"})
+async def test_the_models_own_call_is_refused_for_a_model_that_has_none(server):
+    answer = await server.ask("x", mpic={"retrieval": {"mode": "auto", "trigger": "call"}})
     error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (400, "mpic.retrieval.mode")
-    assert "always" in error["message"]
+    assert (answer.status_code, error["param"]) == (400, "mpic.retrieval.trigger")
+    assert "always" in error["message"] and "prompted" in error["message"]
 
 
 async def test_without_retrieval_the_answer_has_none(server):

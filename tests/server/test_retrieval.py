@@ -3,6 +3,8 @@ Qwen-like template by a tool call in it (its words are put into its mouth)."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from unittest.mock import Mock
 
 import chat_models
@@ -12,6 +14,7 @@ from server_helpers import CONFIG, events, png, real_server, running, wait_until
 from small_models import SMALL
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from mpic.engine.base import TokenLogprob
 from mpic.engine.native.engine import NativeEngine
 from mpic.library import Library
 from mpic.link import BARE
@@ -88,7 +91,8 @@ async def test_citations_come_in_the_stream_before_the_text_they_led_to(demo):
 
 @pytest.fixture
 async def qwen(tmp_path):
-    """A random model that is made to say ``server.words`` whatever it thinks, then goes on freely."""
+    """A random model that is made to say ``server.words`` whatever it thinks, with ``server.probability``, then goes on
+    freely."""
     tokenizer = chat_models.processor("qwen3")
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -104,6 +108,7 @@ async def qwen(tmp_path):
     engine = NativeEngine(LoadedModel(model, tokenizer, "qwen-like"), pages=512)
     prepare = engine.builder.build
     words: list[str] = []
+    probability: list[float] = []
 
     def sequence(request, stream, arrived):
         made = prepare(request, stream, arrived)
@@ -112,13 +117,20 @@ async def qwen(tmp_path):
         return made
 
     def speak(request, choice, now):
-        take(request, (scripts[request].pop(0), None) if scripts[request] else choice, now)
+        if scripts[request]:
+            token = scripts[request].pop(0)
+            choice = token, TokenLogprob(token, math.log(probability[0]), ()) if probability else None
+        take(request, choice, now)
 
     take, scripts = engine.outputs.take, {}
     engine.outputs.take, engine.builder.build = speak, sequence
     library = Library.open(tmp_path)
     async with running(create_app(engine, library, ChatTemplate(tokenizer), CONFIG)) as server:
-        server.words, server.add = words, lambda *a, **k: add(server, *a, **k)
+        server.words, server.probability, server.add = (
+            words,
+            probability,
+            lambda *a, **k: add(server, *a, **k),
+        )
         yield server
 
 
@@ -212,3 +224,127 @@ async def test_images_are_refused_by_a_text_model_when_a_search_finds_them(qwen)
     qwen.words += [CALL, "No.<|im_end|>"]
     _, message, (round,) = await asked(qwen, "Where?")
     assert message["content"] == "No." and round["error"] == "unsupported_modality"
+
+
+def mode(trigger=None, **options):
+    return {"mode": "auto", **({"trigger": trigger} if trigger else {}), **options}
+
+
+async def test_a_model_that_was_told_how_asks_by_a_line_and_is_given_references_in_a_turn(qwen):
+    await qwen.add("ref_lamp", b"The lamp is in the hall. Its code is 123.", title="Lamp")
+    qwen.words += ["SEARCH: code of the lamp\n", "It is 123.<|im_end|>"]
+    submitted, submit = [], qwen.engine.submit
+    qwen.engine.submit = lambda request: submitted.append(request) or submit(request)
+    _, message, (round,) = await asked(qwen, "What is the code?", 60, mode("prompted"), trace=True)
+    assert message["content"] == "It is 123."
+    assert [one["title"] for one in cited(message)] == ["Lamp"]
+    assert (round["query"], round["trigger"], round["error"]) == ("code of the lamp", "prompted", None)
+    text = text_of(qwen, submitted[0].prompt)
+    assert text.count("SEARCH:") == 1 and "search_references" not in text
+    inserted = text_of(qwen, submitted[0].retrieval.insert([], 1))
+    assert inserted.startswith("<|im_end|>\n<|im_start|>user\n") and "assistant" in inserted
+
+
+async def test_the_line_may_end_the_models_turn_which_is_then_not_ended_twice(qwen):
+    await qwen.add("ref_lamp", b"The lamp is in the hall.", title="Lamp")
+    qwen.words += ["  search: the lamp<|im_end|>", "In the hall.<|im_end|>"]
+    submitted, submit = [], qwen.engine.submit
+    qwen.engine.submit = lambda request: submitted.append(request) or submit(request)
+    _, message, (round,) = await asked(qwen, "Where?", 60, mode("prompted"))
+    assert message["content"] == "In the hall." and round["query"] == "the lamp"
+    assert text_of(qwen, submitted[0].retrieval.insert([], 1)).startswith("\n<|im_start|>user\n")
+
+
+async def test_a_system_message_of_the_client_stays_before_the_protocol(qwen):
+    qwen.words.append("Yes.<|im_end|>")
+    submitted, submit = [], qwen.engine.submit
+    qwen.engine.submit = lambda request: submitted.append(request) or submit(request)
+    system = {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
+    messages = [system, {"role": "user", "content": "Well?"}]
+    body = {"messages": messages, "max_tokens": 20, "mpic": {"retrieval": mode("prompted")}}
+    answer = await qwen.http.post("/v1/chat/completions", json=body)
+    assert answer.json()["choices"][0]["message"]["content"] == "Yes."
+    assert answer.json()["usage"]["mpic"]["retrieval"] == []
+    text = text_of(qwen, submitted[0].prompt)
+    assert text.index("Be brief.") < text.index("SEARCH:") and text.count("<|im_start|>system") == 1
+
+
+async def test_a_line_later_in_an_answer_is_part_of_it(qwen):
+    qwen.words.append("Write\nSEARCH: lamp\nthen.<|im_end|>")
+    _, message, rounds = await asked(qwen, "How?", 60, mode("prompted"))
+    assert message["content"] == "Write\nSEARCH: lamp\nthen." and rounds == []
+
+
+async def test_improbable_first_tokens_search_with_the_question_and_are_not_shown(qwen):
+    await qwen.add("ref_lamp", b"The lamp is in the hall.", title="Lamp")
+    qwen.words += ["Maybe the cellar", "In the hall.<|im_end|>"]
+    qwen.probability.append(0.4)
+    _, message, (round,) = await asked(qwen, "Where is the lamp?", 60, mode("confidence"), trace=True)
+    assert "Mayb" not in message["content"] and [one["title"] for one in cited(message)] == ["Lamp"]
+    assert (round["query"], round["trigger"], round["at"]) == ("Where is the lamp?", "confidence", 4)
+    assert "logprobs" not in message
+
+
+@pytest.mark.parametrize(("probability", "least"), [(0.6, 0.5), (0.4, 0.3)])
+async def test_an_answer_that_the_model_is_sure_of_is_given_as_it_is(probability, least, qwen):
+    for words in ("In the hall, I am sure.<|im_end|>", "No.<|im_end|>"):
+        qwen.words[:] = [words]
+        qwen.probability[:] = [probability]
+        _, message, rounds = await asked(qwen, "Where?", 60, mode("confidence", confidence=least))
+        assert message["content"] == words.removesuffix("<|im_end|>") and rounds == []
+
+
+async def test_a_model_without_calls_is_told_of_the_line_unless_another_trigger_is_named(qwen, monkeypatch):
+    monkeypatch.setattr(qwen.app.state.mpic.template, "abilities", replace(
+        qwen.app.state.mpic.template.abilities, tools=False
+    ))  # fmt: skip
+    qwen.words[:] = ["SEARCH: lamp\n", "No.<|im_end|>"]
+    _, _, (round,) = await asked(qwen, "Where?", 60, "auto")
+    assert (round["trigger"], round["error"]) == ("prompted", "nothing_found")
+    answer = await qwen.ask("Where?", mpic={"retrieval": mode("call")})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "mpic.retrieval.trigger"
+
+
+async def test_a_model_without_a_chat_template_is_asked_by_its_confidence(qwen, monkeypatch):
+    template = qwen.app.state.mpic.template
+    monkeypatch.setattr(template, "abilities", replace(template.abilities, tools=False))
+    monkeypatch.setattr(type(template), "own", False)
+    qwen.words[:], qwen.probability[:] = ["Perhaps it is", "No.<|im_end|>"], [0.2]
+    _, _, (round,) = await asked(qwen, "Where?", 60, "auto")
+    assert (round["trigger"], round["query"], round["error"]) == ("confidence", "Where?", "nothing_found")
+
+
+async def test_always_and_the_models_own_call_are_named_too(demo):
+    await add(demo, "ref_ladder", b"The code of the ladder is 104.", title="Ladder")
+    for how, name in (("always", "always"), ("auto", "call")):
+        _, message, (round,) = await asked(demo, QUESTION, 32, how)
+        assert round["trigger"] == name and message["content"].strip() == "104"
+        assert cited(message)[0]["found_by"] == ["vector", "words"] and cited(message)[0]["words"] >= 0
+
+
+async def test_the_demo_model_is_given_a_call_of_its_own_kind_where_the_server_searches_for_it(demo):
+    await add(demo, "ref_ladder", b"The code of the ladder is 104.", title="Ladder")
+    _, message, (round,) = await asked(demo, QUESTION, 32, mode("confidence", confidence=1))
+    assert round["trigger"] == "confidence" and [c["title"] for c in cited(message)] == ["Ladder"]
+    assert "search" not in message["content"]
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"mode": "always", "trigger": "prompted"}, "trigger"),
+        ({"mode": "auto", "confidence": 0.3}, "confidence"),
+        ({"mode": "auto", "trigger": "prompted", "confidence": 0.3}, "confidence"),
+        ({"mode": "auto", "trigger": "sometimes"}, "trigger"),
+        ({"mode": "auto", "trigger": "confidence", "confidence": 0}, "confidence"),
+        ({"mode": "auto", "trigger": "confidence", "confidence": 1.5}, "confidence"),
+    ],
+)
+async def test_options_of_a_trigger_that_have_no_effect_or_no_meaning_are_refused(options, param, qwen):
+    answer = await qwen.ask("x", mpic={"retrieval": options})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"mpic.retrieval.{param}")
+
+
+def text_of(server, segments) -> str:
+    parts = getattr(segments, "segments", segments)
+    return server.engine.model.tokenizer.decode([i for s in parts for i in s.token_ids])

@@ -155,7 +155,8 @@ CHAT = {
         "top_k": 2,
         "ignore_eos": True,
         "handles": True,
-        "retrieval": {"mode": "auto", "top_k": 2, "min_score": 0.5, "rounds": 2}
+        "retrieval": {"mode": "auto", "trigger": "confidence", "confidence": 0.5}
+        | {"top_k": 2, "min_score": 0.5, "rounds": 2}
         | {"filter": {"str": 1, "b": ["x", 2], "c": {"gt": 1}}},
     },
 } | {name: field.yes[0] if field.yes else None for name, field in BY_NAME.items() if field.inside is None}

@@ -15,6 +15,8 @@ from threads_kit import started
 from vllm_stub import CHUNK, Stub, hold, request, stubbed_engine
 
 from mpic.config import EngineConfig
+from mpic.engine import detokenize
+from mpic.engine.detokenize import FIRST_TOKENS
 from mpic.engine.vllm.frontend import compiled as exported
 from mpic.engine.vllm.frontend import engine as module
 from mpic.engine.vllm.frontend import spool
@@ -77,6 +79,23 @@ def test_a_chunk_that_was_computed_before_a_search_is_not_reported_as_reused_aft
     assert uses == [("none", "corrupt", 0, 5), ("compiled", "new", 5, 0)]
     assert (usage.reused, usage.recomputed) == (5, 5)
     assert "recomputed" in {span.state for span in usage.trace}
+
+
+@pytest.mark.parametrize("trigger", ["prompted", "confidence"])
+def test_a_line_or_improbable_first_tokens_search_on_this_engine_too(
+    trigger, engine, interrupted, monkeypatch
+):
+    interrupted.times = 0
+    monkeypatch.setattr(detokenize, "_LONGEST_LINE", 2)
+    found = text_chunk(ids(6, 5))
+    lookup = Lookup([0, 0], found)
+    lookup.trigger, lookup.opens, lookup.confidence = trigger, "AB", 0.5
+    said = 3 if trigger == "prompted" else FIRST_TOKENS
+    request = request_of(prompt_of(ids(1, 9), CHUNK, ids(2, 3)), "reuse", said + 2, logprobs=0)
+    answer = engine.submit(replace(request, retrieval=lookup)).result()
+    [round] = answer.usage.retrieval
+    assert (round.trigger, round.at, len(round.citations)) == (trigger, said, 1)
+    assert lookup.calls == ["abc" if trigger == "prompted" else "abcd"]
 
 
 @pytest.fixture

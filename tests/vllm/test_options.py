@@ -104,6 +104,22 @@ def test_keys_become_vllms_arguments(described, tmp_path):
     assert not without.additional_config and "packet" not in str(without.kv_transfer_config)
 
 
+def test_sharing_reaches_the_connector_and_is_refused_by_name_where_it_cannot_be(described, tmp_path):
+    def extra(**given):
+        connector = args(described, tmp_path, **given).kv_transfer_config
+        return (connector if isinstance(connector, dict) else connector.__dict__)["kv_connector_extra_config"]
+
+    assert extra(vllm_sharing=True)["sharing"] is True and "sharing" not in extra()
+    for model, cpu, given, reason in (
+        (described, False, {}, "build for CPUs"),
+        (described, True, {"tensor_parallel_size": 2}, "several workers"),
+        (replace(described, dtype="bfloat16"), True, {}, "float32, not bfloat16"),
+    ):
+        with pytest.raises(ConfigError, match=f"vllm_sharing: .*{reason}") as raised:
+            args(model, tmp_path, cpu=cpu, vllm_sharing=True, **given)
+        assert raised.value.param == "vllm_sharing"
+
+
 def test_0_means_what_it_means_natively_and_what_is_not_given_is_left_to_the_connector(described, tmp_path):
     def extra(**given):
         connector = args(described, tmp_path, **given).kv_transfer_config

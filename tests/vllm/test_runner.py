@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from vllm.config import CompilationConfig, CUDAGraphMode
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
@@ -216,3 +217,20 @@ def test_a_worker_of_another_version_of_vllm_is_refused(monkeypatch):
     monkeypatch.setattr("vllm.__version__", "0.34.0")
     with pytest.raises(ModelRefused, match=r"vLLM 0\.34\.0 is installed"):
         worker.refuse(fitting())
+
+
+@pytest.mark.parametrize(
+    ("part", "changed", "says"),
+    [
+        ("parallel_config", {"world_size": 2}, "several workers"),
+        ("model_config", {"dtype": torch.bfloat16}, "float32"),
+    ],
+)
+def test_what_chunks_are_not_shared_with_is_refused_by_name_when_a_worker_starts(part, changed, says):
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(world_size=1), model_config=SimpleNamespace(dtype=torch.float32)
+    )
+    worker.refuse_sharing(config)
+    vars(getattr(config, part)).update(changed)
+    with pytest.raises(ModelRefused, match=f"{says}.*vllm_sharing"):
+        worker.refuse_sharing(config)

@@ -63,13 +63,30 @@ METHODS = {
         "finish_requests": ["request_ids", "finished_status"],
         "has_finished_requests": [],
         "_free_encoder_inputs": ["request"],
+        "_preempt_request": ["request"],
     },
+    "vllm.v1.core.block_pool:BlockPool": {
+        "get_new_blocks": ["num_blocks"],
+        "touch": ["blocks"],
+        "free_blocks": ["ordered_blocks"],
+        "unpin_blocks": ["blocks", "on_reuse"],
+        "get_num_free_blocks": [],
+    },
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl": {
+        "forward": ["layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"],
+    },
+    "vllm.v1.attention.backends.registry:AttentionBackendEnum": {"clear_override": []},
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": {
         "get_finished": ["finished_req_ids"],
         "update_connector_output": ["connector_output"],
         "wait_for_save": [],
     },
-    "vllm.v1.core.kv_cache_manager:KVCacheManager": {"cache_blocks": ["request"], "get_block_ids": []},
+    "vllm.v1.core.kv_cache_manager:KVCacheManager": {
+        "cache_blocks": ["request"],
+        "get_block_ids": [],
+        "evict_blocks": ["block_ids"],
+        "get_computed_blocks": ["request"],
+    },
     "vllm.v1.worker.gpu_worker:Worker": {
         "init_device": [],
         "load_model": [],
@@ -90,6 +107,9 @@ ATTRIBUTES = {
     "cudagraph_dispatcher device dtype vllm_config intermediate_tensors max_num_tokens model_config",
     V2: "req_states model_state encoder_cache attn_groups cudagraph_manager device dtype vllm_config "
     "intermediate_tensors",
+    "vllm.v1.core.block_pool:BlockPool": "num_gpu_blocks",
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl": "alibi_slopes logits_soft_cap sinks attn_type scale "
+    "kv_sharing_target_layer_name",
     "vllm.v1.worker.gpu.states:RequestState": "req_id_to_index prompt_len prefill_len all_token_ids",
     "vllm.v1.worker.gpu.model_states.default:DefaultModelState": "rope_state",
     "vllm.v1.worker.gpu.model_states.interface:ModelState": "supports_mm_inputs encoder_runner device",
@@ -159,6 +179,10 @@ def test_attributes_that_are_read_are_set_by_vllms_objects(path):
 @pytest.mark.parametrize("path", FIELDS)
 def test_fields_that_are_read_are_those_of_vllms_records(path):
     assert set(FIELDS[path].split()) <= set(found(path).__dataclass_fields__)
+
+
+def test_the_choice_of_a_backend_that_vllm_remembers_can_be_forgotten():
+    assert callable(import_module("vllm.v1.attention.selector")._cached_get_attn_backend.cache_clear)
 
 
 def test_neither_runner_has_a_method_that_a_mixin_would_replace_unknowingly():

@@ -285,6 +285,10 @@ def test_a_file_is_opened_renamed_and_deleted(fake, open_page):
     page.fill(handle, "PAPER")
     page.click("#rename")
     page.wait_for_selector("#library [data-handle='FILE#PAPER']")
+    page.click("[data-do=prefetch]")
+    page.click("[data-do=pin]")
+    page.wait_for_selector("[data-do=unpin]")
+    page.wait_for_selector("#library [data-handle='FILE#PAPER']:has-text('pinned')")
     open_tab(page, "Chat")
     ask(page, "And again?")  # the first question is sent with the new handle
     assert page.locator(".mpic-error").count() == 0

@@ -3,7 +3,15 @@
 To add one: a file with a loader under ``@task(...)``, a line here, a row in ``tests/lab/test_tasks.py``.
 """
 
-from mpic_lab.eval.tasks import dialogue, longbench, niah, prose, reading, world  # noqa: F401 - each registers itself
+from mpic_lab.eval.tasks import (  # noqa: F401 - each registers itself
+    dialogue,
+    longbench,
+    niah,
+    prose,
+    reading,
+    scenes,
+    world,
+)
 from mpic_lab.eval.tasks.base import TASKS, Options, Sample, TaskError, find
 
 GRIDS = ("niah", "world-niah")

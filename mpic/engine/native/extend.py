@@ -107,7 +107,7 @@ class Extender:
             request.usage.retrieval,
             lambda inserted: self._extension(request, inserted, links),
         )
-        round = search.ended(found, hits, request.generated, unfit or error)
+        round = search.ended(retrieval, found, hits, request.generated, unfit or error)
         if extension is not None:
             round.tokens = inserted_tokens(request, extension)
             round.reused = round.tokens - len(extension.own.ids)

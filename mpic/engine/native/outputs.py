@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from mpic.engine import search
 from mpic.engine.accounting import count_answer
-from mpic.engine.base import Delta, RetrievalRound, TokenLogprob
+from mpic.engine.base import Delta, TokenLogprob
 from mpic.engine.checks import as_failure
 from mpic.engine.detokenize import detokenize
 from mpic.engine.native.builder import RequestBuilder
@@ -81,7 +81,7 @@ class Outputs:
         self.counters["generated"] += 1
         ends = token in self._eos and not request.spec.sampling.ignore_eos
         complete = request.constraint is not None and request.constraint.take(token)
-        text, call, over = detokenize(request.detokenizer, token, ends)
+        text, call, over = detokenize(request.detokenizer, token, ends, logprob)
         reason = "stop" if over or complete else None
         if reason is None and request.left <= 0:
             reason = "length"
@@ -110,10 +110,10 @@ class Outputs:
 
     def _search(self, request: Request, call: str) -> str | None:
         """Pause a request that has made a call, or return the reason why it ends."""
-        usage = request.usage
-        assert request.spec.retrieval is not None  # only such requests search
-        if len(usage.retrieval) >= request.spec.retrieval.rounds:
-            usage.retrieval += (RetrievalRound(call, at=usage.completion_tokens, error="rounds"),)
+        usage, retrieval = request.usage, request.spec.retrieval
+        assert retrieval is not None  # only such requests search
+        if len(usage.retrieval) >= retrieval.rounds:
+            usage.retrieval += (search.too_many(retrieval, call, usage.completion_tokens),)
             return "stop"
         request.become(Status.SEARCHING)
         self.extender.begin(request, call)

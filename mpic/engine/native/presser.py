@@ -1,20 +1,17 @@
-"""Compresses chunks (``mpic.press``) that have just been compiled, or that are stored, and refuses models whose chunks
-cannot be compressed."""
+"""Compresses chunks (``mpic.press``) that have just been compiled or read, and refuses models whose chunks cannot be
+compressed."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 
 from mpic.engine.native.batch import CompileJob
 from mpic.errors import UnsupportedParameter
 from mpic.kernels.attention import rotate
-from mpic.kv.chunk import ChunkKV
 from mpic.kv.device import DeviceCache, Resident
 from mpic.model.hooks import Observed
 from mpic.model.loaded import LoadedModel
-from mpic.press import LayerKV, Press, parse_press, refuse_stored
+from mpic.press import LayerKV, Press, parse_press
 
 
 def refusal(model: LoadedModel, press: Press | type[Press]) -> str | None:
@@ -42,26 +39,6 @@ def check_press(model: LoadedModel, name: str) -> None:
         raise UnsupportedParameter(
             f"press {press} does not run on model {model.info.name}: {reason}", param="mpic.press"
         )
-
-
-@torch.inference_mode()
-def press_stored(model: LoadedModel, press: Press, chunk: ChunkKV) -> ChunkKV:
-    """Return a chunk that is stored uncompressed as compiling it under a press would have stored it: equal in every
-    bit where the press runs on the same device. The model itself does not run.
-
-    Raises:
-        UnsupportedParameter: the press cannot do this, or not for this model.
-    """
-    refuse_stored(press)
-    check_press(model, press.name)
-    recipe = chunk.key.recipe
-    if recipe.press:
-        raise ValueError(f"the chunk is compressed already, by {recipe.press}")
-    kv, n = chunk.kv, len(chunk.inputs)
-    if press.slots(n) < n:
-        positions = (chunk.inputs.positions[0] + recipe.sink).tolist()
-        kv = compress(model, press, kv.to(model.device), positions).cpu()
-    return ChunkKV(replace(chunk.key, recipe=replace(recipe, press=press.name)), chunk.inputs, kv)
 
 
 def compress(
@@ -92,8 +69,7 @@ def _layer(
     model: LoadedModel, layer: int, compiled: torch.Tensor, positions: list[int], observed: Observed | None
 ) -> LayerKV:
     """Return a layer as the press sees it, from ``compiled [2, kv_heads, n, head_dim]``, with the layer's own heads.
-    It is always copied: sums over memory that lies differently may be rounded differently, and a chunk is compressed in
-    the same way in the pool and from its file."""
+    It is always copied: sums over memory that lies differently may be rounded differently."""
     kind = model.kinds[model.kind_of[layer]]
     own = compiled[:, : kind.kv_heads, :, : kind.dim]
     keys, values = own.to(torch.float32, copy=True, memory_format=torch.contiguous_format)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -77,16 +77,41 @@ class LinkOrder:
             at ``length``. Every other token is mapped from a chunk.
         chunks: in prompt order. An image that is recomputed whole is listed too, because its embeddings are in its
             file.
+        shared: True if the request maps the engine's one copy of each chunk (``plugin.shared_chunks``). Its prompt of
+            token ids then has the computed tokens alone; all places still count the whole prompt.
     """
 
     length: int
     extent: int
     rows: tuple[tuple[int, int], ...]
     chunks: tuple[ChunkRef, ...]
+    shared: bool = False
+
+    @property
+    def own(self) -> int:
+        """The number of computed tokens."""
+        return sum(hi - lo for lo, hi in self.rows)
+
+    def ids(self, whole: Sequence[int]) -> list[int]:
+        """Return the token ids that vLLM is given for a prompt whose ids are ``whole``."""
+        if not self.shared:
+            return list(whole)
+        return [token for lo, hi in self.rows for token in whole[lo:hi]]
+
+    def salt(self, salt: str) -> str:
+        """Return the cache salt of a request. Where vLLM is given the computed tokens alone, their ids do not say where
+        they stand, so the salt does: it is the same for two prompts of which one begins with the other."""
+        if not self.shared:
+            return salt
+        layout = [self.rows[:-1], self.rows[-1][0], [ref[1:] for ref in self.chunks]]
+        return hashlib.sha256(json.dumps([salt, layout]).encode()).hexdigest()
 
     def params(self) -> dict[str, Any]:
         """Return the value of ``kv_transfer_params``."""
-        return {FIELD: {"version": VERSION, "link": asdict(self)}}
+        body = asdict(self)
+        if not self.shared:
+            del body["shared"]
+        return {FIELD: {"version": VERSION, "link": body}}
 
 
 @dataclass(frozen=True)
@@ -129,12 +154,15 @@ def part_name(tensor: int, pipeline: int) -> str:
     return f"rank-{tensor}-{pipeline}"
 
 
-def make_link_order(plan: LinkPlan, files: Sequence[tuple[str, str] | None]) -> LinkOrder:
+def make_link_order(
+    plan: LinkPlan, files: Sequence[tuple[str, str] | None], shared: bool = False
+) -> LinkOrder:
     """Return the link order of a plan.
 
     Args:
         files: ``(path, key digest)`` for each chunk of the plan, or None for one that needs no file (text that is
             recomputed whole).
+        shared: as in ``LinkOrder``.
     """
     rows: list[tuple[int, int]] = []
     for own in plan.own_ranges:
@@ -148,7 +176,7 @@ def make_link_order(plan: LinkPlan, files: Sequence[tuple[str, str] | None]) -> 
         for place, file in zip(plan.places, files, strict=True)
         if file is not None
     )
-    return LinkOrder(plan.length, plan.rotary_length, tuple(rows), chunks)
+    return LinkOrder(plan.length, plan.rotary_length, tuple(rows), chunks, shared)
 
 
 def parse(params: Mapping[str, Any] | None, prompt_tokens: int) -> Order | None:
@@ -180,15 +208,20 @@ def _compile_order(body: Mapping[str, Any], tokens: int) -> CompileOrder:
 
 def _link_order(body: Mapping[str, Any], tokens: int) -> LinkOrder:
     _fields(body, LinkOrder.__dataclass_fields__)
-    length, extent = body.get("length"), body.get("extent")
-    if not _is_int(length) or length != tokens:
+    length, extent, shared = body.get("length"), body.get("extent"), body.get("shared", False)
+    if not isinstance(shared, bool):
+        raise BadOrder(f"shared must be true or false, not {shared!r:.100}")
+    if not _is_int(length) or (length < tokens if shared else length != tokens):
         raise BadOrder(f"the order is for {length!r} tokens, the prompt has {tokens}")
     if not _is_int(extent) or not 0 < extent <= length:
         raise BadOrder(f"extent must be between 1 and {length}, not {extent!r}")
     chunks = _chunks(body.get("chunks"), length, extent)
     rows = _rows(body.get("rows"), length)
     _check_covered(rows, chunks)
-    return LinkOrder(length, extent, rows, chunks)
+    order = LinkOrder(length, extent, rows, chunks, shared)
+    if shared and order.own != tokens:
+        raise BadOrder(f"the order computes {order.own} tokens, and the prompt of a shared link has {tokens}")
+    return order
 
 
 def _rows(value: Any, length: int) -> tuple[tuple[int, int], ...]:
@@ -212,6 +245,20 @@ def _gaps(rows: Iterable[tuple[int, int]]) -> Iterable[tuple[int, int]]:
         if lo > at:
             yield at, lo
         at = hi
+
+
+def mapped(order: LinkOrder) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the tokens that an order does not compute, cut at the bounds of its chunks: the number of the chunk, the
+    half-open range of sequence indices, and the number of computed tokens before it."""
+    number, own, at = 0, 0, 0
+    for lo, hi in order.rows:
+        while at < lo:
+            while order.chunks[number].start + order.chunks[number].length <= at:
+                number += 1
+            end = min(lo, order.chunks[number].start + order.chunks[number].length)
+            yield number, at, end, own
+            at = end
+        own, at = own + hi - lo, hi
 
 
 def _check_covered(rows: Iterable[tuple[int, int]], chunks: Sequence[ChunkRef]) -> None:

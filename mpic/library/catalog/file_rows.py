@@ -177,6 +177,11 @@ class FileRows:
         with self._catalog.write() as db:
             self._set(db, user, file_id, "pinned", pinned)
 
+    def set_kv_ttl(self, user: str, file_id: str, seconds: int | None) -> None:
+        """Set for how many seconds the compiled chunks of a file are kept unused; None: as the limits say."""
+        with self._catalog.write() as db:
+            self._set(db, user, file_id, "kv_ttl", seconds)
+
     def _set(self, db: Connection, user: str, file_id: str, column: str, value: Any) -> None:
         """Change a column of a file that has not expired, within a transaction."""
         sql = f"UPDATE files SET {column} = :value WHERE id = :id AND {ALIVE}"

@@ -247,3 +247,21 @@ def m013_pages(db: sqlite3.Connection) -> None:
     """Add the number of a document's pages, and the page of each of its pieces; NULL for files without pages."""
     db.execute("ALTER TABLE files ADD COLUMN pages INTEGER")
     db.execute("ALTER TABLE pieces ADD COLUMN page INTEGER")
+
+
+@migration
+def m014_lives(db: sqlite3.Connection) -> None:
+    """Add for how many seconds the compiled chunks of a file are kept unused (NULL: as the limits say), when a
+    reference expires, and from which folder or listing a sync has added it (empty: none has)."""
+    db.execute("ALTER TABLE files ADD COLUMN kv_ttl INTEGER")
+    db.execute("CREATE INDEX files_kv_ttl ON files (kv_ttl) WHERE kv_ttl IS NOT NULL")
+    db.execute("DROP VIEW contents")
+    db.execute("""
+        CREATE VIEW contents AS
+        SELECT id, owner, kind, digest, pinned, kv_ttl FROM files
+        UNION ALL
+        SELECT files.id, files.owner, files.kind, pieces.digest, files.pinned, files.kv_ttl
+        FROM pieces CROSS JOIN files ON files.id = pieces.file""")
+    db.execute("ALTER TABLE refs ADD COLUMN expires_at REAL")
+    db.execute("CREATE INDEX refs_expiry ON refs (expires_at) WHERE expires_at IS NOT NULL")
+    db.execute("ALTER TABLE refs ADD COLUMN synced_from TEXT NOT NULL DEFAULT ''")

@@ -28,6 +28,9 @@ COLUMNS = (
 )
 
 
+ALIVE = "(expires_at IS NULL OR expires_at > :now)"
+
+
 class ReferenceRows:
     """Current references (table ``refs``) and retired versions that may still be linked (``retired_refs``)."""
 
@@ -38,11 +41,20 @@ class ReferenceRows:
         self._clock = clock
 
     def get(self, reference_id: str) -> Reference | None:
-        return next(iter(self._read("SELECT * FROM refs WHERE id = ?", reference_id)), None)
+        sql = f"SELECT * FROM refs WHERE id = :id AND {ALIVE}"
+        return next(iter(self._read(sql, id=reference_id, now=self._clock())), None)
 
     def many(self, ids: list[str]) -> dict[str, Reference]:
-        sql = "SELECT refs.* FROM json_each(?) AS asked JOIN refs ON refs.id = asked.value"
-        return {reference.id: reference for reference in self._read(sql, json.dumps(ids))}
+        sql = f"SELECT refs.* FROM json_each(:ids) AS asked JOIN refs ON refs.id = asked.value WHERE {ALIVE}"
+        return {one.id: one for one in self._read(sql, ids=json.dumps(ids), now=self._clock())}
+
+    def synced_from(self, source: str) -> dict[str, Reference]:
+        """Return the references that a sync has added from a source, by id."""
+        sql = f"SELECT * FROM refs WHERE synced_from = :source AND {ALIVE}"
+        return {one.id: one for one in self._read(sql, source=source, now=self._clock())}
+
+    def expired(self) -> list[Reference]:
+        return self._read("SELECT * FROM refs WHERE expires_at <= ?", self._clock())
 
     def exists(self, reference: Reference) -> bool:
         """Return whether this version is current, or retired and not collected yet."""
@@ -52,8 +64,8 @@ class ReferenceRows:
 
     def listing(self, after: str | None, limit: int, order: str, kind: str | None) -> list[Reference]:
         """Return at most ``limit`` references by age; ``order`` is ``asc`` or ``desc``, ``after`` an existing id."""
-        sql = page_of("refs", order, "(:kind IS NULL OR kind = :kind)")
-        return self._parse(self._catalog.read(sql, after=after, limit=limit, kind=kind))
+        sql = page_of("refs", order, f"(:kind IS NULL OR kind = :kind) AND {ALIVE}")
+        return self._read(sql, after=after, limit=limit, kind=kind, now=self._clock())
 
     def pending(self) -> list[Reference]:
         """Return the references that wait for compilation, oldest first."""
@@ -73,7 +85,7 @@ class ReferenceRows:
 
     def insert(self, reference: Reference, publish: Callable[[Sidecar], None]) -> Reference:
         """Commit a new reference. Where an earlier reference of the same id has left a version or a vector, the
-        numbers of its versions continue.
+        numbers of its versions continue. One that has expired is retired.
 
         Args:
             publish: makes the original and this sidecar durable, before the row is committed.
@@ -82,8 +94,12 @@ class ReferenceRows:
             ReferenceExists: a reference has this id.
         """
         with self._catalog.write() as db:
-            if db.execute("SELECT 1 FROM refs WHERE id = ?", (reference.id,)).fetchone():
-                raise ReferenceExists(f"there is a reference {reference.id!r}; replace it", param="id")
+            for held in self._parse(
+                db.execute("SELECT * FROM refs WHERE id = ?", (reference.id,)).fetchall()
+            ):
+                if held.expires_at is None or held.expires_at > self._clock():
+                    raise ReferenceExists(f"there is a reference {reference.id!r}; replace it", param="id")
+                self.remove(db, held)  # it has expired and was not collected yet
             sql = """
                 SELECT MAX(version) AS last FROM (
                     SELECT version FROM retired_refs WHERE id = :id UNION ALL SELECT version FROM vectors
@@ -110,7 +126,8 @@ class ReferenceRows:
             The new and the retired version, or None if there is no such reference.
         """
         with self._catalog.write() as db:
-            rows = db.execute("SELECT * FROM refs WHERE id = ?", (reference_id,)).fetchall()
+            sql = f"SELECT * FROM refs WHERE id = :id AND {ALIVE}"
+            rows = db.execute(sql, {"id": reference_id, "now": self._clock()}).fetchall()
             if not rows:
                 return None
             (current,) = self._parse(rows)
@@ -151,21 +168,27 @@ class ReferenceRows:
         with self._catalog.write() as db:
             db.execute(sql, (state, tokens, error, *self._name(reference)))
 
-    def set_pin(self, reference_id: str, pinned: bool) -> bool:
-        """Pin or unpin a reference; False when there is none of this id."""
-        sql = "UPDATE refs SET pinned = ? WHERE id = ?"
+    def set_pin(self, reference_id: str, pinned: bool) -> None:
+        """Pin or unpin a reference, if there is one of this id."""
+        self._set(reference_id, "pinned", pinned)
+
+    def set_expiry(self, reference_id: str, expires_at: float | None) -> None:
+        """Set when a reference expires, in seconds since the epoch. One that has expired stays expired."""
+        self._set(reference_id, "expires_at", expires_at)
+
+    def _set(self, reference_id: str, column: str, value: float | None) -> None:
+        sql = f"UPDATE refs SET {column} = :value WHERE id = :id AND {ALIVE}"
         with self._catalog.write() as db:
-            exists = db.execute(sql, (pinned, reference_id)).rowcount > 0
-            if exists:
+            values = {"value": value, "id": reference_id, "now": self._clock()}
+            if db.execute(sql, values).rowcount:
                 self._sidecars.rewrite(db, "reference", reference_id)
-            return exists
 
     def _name(self, reference: Reference) -> tuple[str, int, str]:
         """Return the permanent identity of a version: its id and number may be used again, but its path may not."""
         return reference.id, reference.version, relative_path(reference, self._root)
 
-    def _read(self, sql: str, *values: object) -> list[Reference]:
-        return self._parse(self._catalog.read(sql, *values))
+    def _read(self, sql: str, *values: object, **named: object) -> list[Reference]:
+        return self._parse(self._catalog.read(sql, *values, **named))
 
     def _parse(self, rows: Iterable[Row]) -> list[Reference]:
         return [Reference(**from_row(row, self._root)) for row in rows]

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from mpic.errors import BadRequest, MPICError, OutOfMemory, ReferenceNotFound, TooLarge
-from mpic.library.records import Scalar
+from mpic.library.records import Reference, Scalar
 from mpic.library.references import ReferenceLibrary
 from mpic.memory import as_errors
 
@@ -132,7 +132,7 @@ async def import_references(
         if item.error is None and item.id in seen:
             item = ImportItem(item.where, error=f"the id {item.id!r} was used before")
         seen.add(item.id)
-        results.append(await _read_and_import(item, target))
+        results.append(await read_and_import(item, target))
         progress(results[-1])
     return results
 
@@ -147,7 +147,8 @@ def run_import(work: Coroutine[Any, Any, T]) -> T:
         return runner.get_loop().run_until_complete(work)
 
 
-async def _read_and_import(item: ImportItem, target: ImportTarget) -> ImportResult:
+async def read_and_import(item: ImportItem, target: ImportTarget) -> ImportResult:
+    """Import one reference whose content is yet to be read. Raise as ``import_one``."""
     if item.error is not None:
         return ImportResult(item.where, "refused", item.id, item.error, "bad_request")
     try:
@@ -183,10 +184,14 @@ async def import_one(item: ImportItem, content: bytes, target: ImportTarget) -> 
 
 
 class LibraryTarget:
-    """An ``ImportTarget`` that is a library opened by this process."""
+    """An ``ImportTarget`` that is a library opened by this process.
 
-    def __init__(self, references: ReferenceLibrary) -> None:
-        self._references = references
+    Args:
+        source: see ``ReferenceLibrary.add``.
+    """
+
+    def __init__(self, references: ReferenceLibrary, source: str = "") -> None:
+        self._references, self._synced_from = references, source
         self.largest: int | None = references.upload_bytes
 
     async def there(self, id: str) -> KnownReference | None:
@@ -197,11 +202,16 @@ class LibraryTarget:
         return KnownReference(found.sha256, found.title, found.description, found.metadata)
 
     async def add(self, item: ImportItem, content: bytes) -> str:
-        added = await self._references.add(content, item.filename, id=item.id, **_words(item))
-        return added.kind
+        words, source = _words(item), self._synced_from
+        added = await self._references.add(content, item.filename, id=item.id, synced_from=source, **words)
+        return self.stored(added)
 
     async def replace(self, item: ImportItem, content: bytes) -> str:
-        return (await self._references.replace(item.id, content, item.filename, **_words(item))).kind
+        return self.stored(await self._references.replace(item.id, content, item.filename, **_words(item)))
+
+    def stored(self, reference: Reference) -> str:
+        """Return the kind of a version that was stored."""
+        return reference.kind
 
 
 def _words(item: ImportItem) -> dict[str, Any]:

@@ -1,26 +1,19 @@
 """Reads copies of libraries: ``restore`` turns a backup (``backup.py``) into a library in a new folder, and ``add``
-puts its uploads and references into a library that is there already. ``add`` also reads the tar files of ``mpic library
-export``, which earlier versions wrote: ``manifest.jsonl``, one line for each file or reference, and the originals under
-their hash.
+puts its uploads and references into a library that is there already.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import os
-import re
 import sqlite3
-import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from types import NoneType
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
-from mpic import bounded_json
 from mpic.durable import FileSystem, storage_error
 from mpic.errors import BadRequest, CorruptFile, IntegrityError, MPICError, TooLarge
 from mpic.file_status import is_own_file
@@ -32,29 +25,6 @@ from mpic.library.folder.lock import FolderLock, inspect_catalog
 from mpic.library.folder.sidecars import read_sidecars
 from mpic.library.intake.decode import NO_CLIPS
 from mpic.library.library import Library
-
-FORMAT = 1
-MANIFEST = "manifest.jsonl"
-ORIGINAL = re.compile(r"originals/[0-9a-f]{64}")
-LATEST = 253_402_300_800
-"""The year 10000, in seconds since the epoch."""
-LONGEST_LINE = 1 << 20
-LONGEST_READ = 4 << 20
-"""Bytes that are read at a time."""
-BOUNDS = bounded_json.Bounds(values=1 << 12, depth=16)
-ENTRY_FIELDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("what", "id", "filename", "sha256"), (str,)),
-    "metadata": (dict,),
-    "pinned": (bool, int),
-}
-FILE_FIELDS = ENTRY_FIELDS | {
-    "owner": (str,),
-    "expires_at": (int, float, NoneType),
-    **dict.fromkeys(("handle", "kind", "press"), (str, NoneType)),
-    "split": (dict, NoneType),
-}
-REFERENCE_FIELDS = ENTRY_FIELDS | dict.fromkeys(("title", "description"), (str,))
-"""The fields of an entry of a tar file that are read, with their types."""
 
 
 def restore(source: Path, root: Path, progress: Progress = lambda done: None) -> Copied:
@@ -138,29 +108,28 @@ class Entry(NamedTuple):
 
 
 def add(
-    library: Library, source: Path, progress: Callable[[ImportResult], None] = lambda result: None
+    library: Library,
+    source: Path,
+    user: str | None = None,
+    progress: Callable[[ImportResult], None] = lambda result: None,
 ) -> list[ImportResult]:
     """Put the uploads and references of a copy into a library; files get new ids, and explicit caches are left out. It
     can be run again: a file is left out if its owner has one of the same content and handle, a reference if it is
     unchanged. A reference that differs is replaced.
 
     Args:
-        source: a backup, or a tar file of ``mpic library export``.
+        source: a backup.
+        user: who gets the uploads; None: whoever had them.
 
     Raises:
-        BadRequest: it is neither, or damaged.
+        BadRequest: it is none, or an incomplete one.
         LinkedFolder: there is a symbolic link in the place of a folder or an original of a backup.
         StorageFull: nothing more can be stored; run it again when there is space.
     """
     results = []
-    try:
-        for entry in _of_backup(source) if source.is_dir() else _of_tar(source):
-            results.append(entry if isinstance(entry, ImportResult) else _add(library, entry))
-            progress(results[-1])
-    except (tarfile.TarError, KeyError, ValueError) as error:
-        raise BadRequest(
-            f"{source} is not an export or a backup of this program, or is damaged ({error})"
-        ) from error
+    for entry in _of_backup(source):
+        results.append(entry if isinstance(entry, ImportResult) else _add(library, entry, user))
+        progress(results[-1])
     return results
 
 
@@ -182,79 +151,10 @@ def _of_backup(source: Path) -> Iterator[Entry | ImportResult]:
         yield ImportResult(name, "refused", name.rpartition("/")[2], reason, CorruptFile.code)
 
 
-def _of_tar(source: Path) -> Iterator[Entry]:
-    with source.open("rb") as stream, tarfile.open(fileobj=_Bounded(stream), mode="r:") as tar:
-        members = _members(tar)
-        lines = tar.extractfile(members[MANIFEST])
-        assert lines is not None  # it is a file
-        if _object(lines.readline(LONGEST_LINE)).get("format") != FORMAT:
-            raise BadRequest(f"{source} is an export of another version")
-        while line := lines.readline(LONGEST_LINE):
-            entry = _entry(line)
-            member = members[f"originals/{entry['sha256']}"]
-            yield Entry(entry, member.size, partial(_content, tar, member))
-
-
-class _Bounded(io.RawIOBase):
-    """A stream of which nobody reads more than an original at a time: what a header of tar declares is read at once."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self.seek, self.tell = stream.seek, stream.tell
-
-    def read(self, size: int = -1, /) -> bytes:
-        if not 0 <= size <= LONGEST_READ:
-            raise tarfile.ReadError(f"{size} bytes at a time")
-        return self._stream.read(size)
-
-
-def _members(tar: tarfile.TarFile) -> dict[str, tarfile.TarInfo]:
-    """Return the members of an export by their names.
-
-    Raises:
-        ValueError: it has what no export has, such as a link, a device, a sparse file (whose few bytes stand for any
-            number), another path, or a name twice.
-    """
-    found: dict[str, tarfile.TarInfo] = {}
-    for member in tar:
-        known = member.name == MANIFEST or ORIGINAL.fullmatch(member.name)
-        plain = member.isreg() and not member.issparse() and member.size >= 0
-        if not (known and plain) or member.name in found:
-            raise ValueError(f"{member.name[:100]!r} is not what an export has, or is there twice")
-        found[member.name] = member
-    return found
-
-
-def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    stream = tar.extractfile(member)
-    assert stream is not None  # it is a file
-    return b"".join(iter(partial(stream.read, LONGEST_READ // 4), b""))
-
-
-def _object(line: bytes) -> dict[str, Any]:
-    """Parse a line of the manifest. Raise ValueError."""
-    value = bounded_json.read(line, BOUNDS)
-    if not isinstance(value, dict):
-        raise ValueError("a line of its manifest is not an object")
-    return value
-
-
-def _entry(line: bytes) -> dict[str, Any]:
-    """Parse the line of a file or a reference, and check the types of its fields. Raise ValueError."""
-    entry = _object(line)
-    types = REFERENCE_FIELDS if entry.get("what") == "reference" else FILE_FIELDS
-    for name, kinds in types.items():
-        if type(entry.get(name)) not in kinds:
-            raise ValueError(f"{name} of a line of its manifest is missing or of a wrong type")
-    if not 0 <= (entry.get("expires_at") or 0) < LATEST:
-        raise ValueError("expires_at of a line of its manifest is no time")
-    return {
-        name: entry.get(name) for name in types
-    }  # exports of earlier versions say neither split nor press
-
-
-def _add(library: Library, entry: Entry) -> ImportResult:
+def _add(library: Library, entry: Entry, user: str | None) -> ImportResult:
     record, most = entry.record, library.limits.upload_bytes
+    if user is not None and "owner" in record:
+        record = record | {"owner": user}
     where = "/".join(record[name] for name in ("owner", "id") if name in record)
     refused = partial(ImportResult, where, "refused", record["id"])
     if not NAME.fullmatch(record.get("owner", "local")):

@@ -124,16 +124,10 @@ class Orphans:
                         found.append(Orphan(path, path.lstat().st_size, date))
         return sorted(found, key=lambda orphan: (orphan.since, orphan.path))
 
-    def overdue(self) -> list[Orphan]:
-        """Return the files that have been here for longer than they are kept."""
-        if not self._days:
-            return []
-        before = _date(self._clock() - self._days * DAY)
-        return [orphan for orphan in self.kept() if orphan.since < before]
-
     def expire(self) -> list[Orphan]:
-        """Delete the files that are overdue, and return them."""
-        gone = self.overdue()
+        """Delete the files that have been here for longer than they are kept, and return them."""
+        before = _date(self._clock() - self._days * DAY)
+        gone = [orphan for orphan in self.kept() if orphan.since < before] if self._days else []
         for orphan in gone:
             self._filesystem.try_remove(orphan.path)
         for folder in {self._root / FOLDER / orphan.since for orphan in gone}:

@@ -61,18 +61,22 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "press",
         "format",
         "pages",
+        "kv_ttl",
     ),
     "reference": (
         *("id", "version", "title", "description", "metadata", *CONTENT),
-        *("created_at", "updated_at", "pinned", "format"),
+        *("created_at", "updated_at", "pinned", "format", "expires_at", "synced_from"),
     ),
     "cache": ("id", "owner", "name", "split", "created_at", "expires_at"),
     "owner": ("id", "created_at", *QUOTAS),
 }
 """Columns of the catalogue that a sidecar holds. State and tokens are not among them: they follow from compiling."""
-ADDED = {"file": {"split": None, "press": "", "format": "", "pages": None}, "reference": {"format": ""}}
+ADDED: dict[str, dict[str, Any]] = {
+    "file": {"split": None, "press": "", "format": "", "pages": None, "kv_ttl": None},
+    "reference": {"format": "", "expires_at": None, "synced_from": ""},
+}
 """Columns that the sidecars of earlier versions lack, with what that means."""
-CACHE_CHUNK = ("id", *CONTENT, "pinned", "position", "start", "end")
+CACHE_CHUNK = ("id", *CONTENT, "pinned", "kv_ttl", "position", "start", "end")
 
 TABLES = {"file": "files", "reference": "refs", "cache": "caches", "owner": "users"}
 DESCRIBED = {
@@ -135,8 +139,10 @@ class Sidecar:
             if hashlib.sha256(record.encode()).hexdigest() != whole["sha256"]:
                 raise CorruptFile(f"the sidecar {name} is damaged")
             whole["record"] = ADDED.get(whole["kind"], {}) | whole["record"]
+            for chunk in whole["record"].get("chunks", ()) if whole["kind"] == "cache" else ():
+                chunk.setdefault("kv_ttl", None)
             wrong = _wrong_field(whole["kind"], whole["record"])
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptFile(f"the sidecar {name} is damaged ({error!r})") from error
         if wrong:
             raise CorruptFile(f"the sidecar {name} cannot be used: {wrong}")
@@ -310,7 +316,7 @@ def _model(kind: str) -> Any:
     scalar = str | bool | int | Annotated[float, Field(allow_inf_nan=False)]
     types: dict[str, Any] = {
         **dict.fromkeys(("id", "owner", "name"), text),
-        **dict.fromkeys(("filename", "title", "description", "press", "format"), str),
+        **dict.fromkeys(("filename", "title", "description", "press", "format", "synced_from"), str),
         **dict.fromkeys(("sha256", "digest"), Annotated[str, Field(pattern="^[0-9a-f]{64}$")]),
         **dict.fromkeys(("bytes", "version", "position", "start", "end"), whole),
         **dict.fromkeys(QUOTAS, whole | None),
@@ -320,7 +326,7 @@ def _model(kind: str) -> Any:
         "kind": Kind,
         "metadata": dict[str, scalar],
         "pinned": bool,
-        "pages": whole | None,
+        **dict.fromkeys(("pages", "kv_ttl"), whole | None),
         "split": dict[str, scalar | None] | None,
     }
 

@@ -13,9 +13,9 @@ from mpic.library.folder.originals import Incoming
 from mpic.library.intake.decode import NO_CLIPS, Content, content_of
 from mpic.library.limits import Limits
 from mpic.library.records import Scalar
+from mpic.limits import LONGEST_LIFE
 
 ID_ALPHABET = string.ascii_letters + string.digits
-LONGEST_LIFE = 10 * 366 * 86_400
 METADATA_KEYS, METADATA_KEY_CHARS, METADATA_VALUE_CHARS = 32, 64, 1024
 
 

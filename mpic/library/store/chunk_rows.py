@@ -8,7 +8,7 @@ from sqlite3 import Connection
 from threading import Lock
 from typing import NamedTuple
 
-from mpic.errors import IntegrityError, StorageFull
+from mpic.errors import IntegrityError
 from mpic.kv.chunk import ChunkKey, KVKey
 from mpic.library.catalog.database import Catalog, insert_row
 from mpic.library.catalog.quotas import quota
@@ -34,16 +34,30 @@ class DurableChunk(NamedTuple):
     tokens: int
 
 
-class Source(NamedTuple):
-    """The stored chunk that another form is made of, such as a compressed one.
-
-    Args:
-        row: its row.
-        replaced: True if the other form takes its place.
-    """
+class ExpiredChunk(NamedTuple):
+    """A form of a content that nobody has used for too long; with ``last`` it was the last form of it."""
 
     row: ChunkRow
-    replaced: bool
+    owner: str
+    content: ChunkKey
+    last: bool
+
+
+NEVER = 1 << 40
+"""Seconds that no chunk lives."""
+UNUSED = """
+    SELECT key, path, bytes, owner, kind, digest FROM chunks AS c
+    WHERE tier = 'disk' AND state = 'ready' AND last_used <= :before AND CASE WHEN owner = :shared THEN
+        last_used <= :now - :default
+        AND NOT EXISTS (SELECT 1 FROM refs AS f WHERE f.digest = c.digest AND f.kind = c.kind AND f.pinned)
+    ELSE
+        NOT EXISTS (
+            SELECT 1 FROM contents AS f WHERE f.owner = c.owner AND f.digest = c.digest AND f.kind = c.kind
+            AND (f.pinned OR c.last_used > :now - COALESCE(f.kv_ttl, :default)))
+        AND (last_used <= :now - :default OR EXISTS (
+            SELECT 1 FROM contents AS f WHERE f.owner = c.owner AND f.digest = c.digest AND f.kind = c.kind))
+    END"""
+"""The chunks that were not used for as long as they are kept. One that several files hold is kept for the longest."""
 
 
 class ChunkRows:
@@ -88,33 +102,13 @@ class ChunkRows:
         sql = "SELECT model FROM chunks WHERE owner = ? AND kind = ? AND digest = ?"
         return {row["model"] for row in self._catalog.read(sql, owner, chunk.kind, chunk.digest)}
 
-    def put_all(self, chunks: Iterable[DurableChunk], source: Source | None = None) -> None:
-        """Commit chunks whose files are durable.
-
-        Args:
-            source: the chunk that they are other forms of. They were last used when it was, because making a form is no
-                use; if it is replaced, it is forgotten in the same transaction.
-        """
+    def put_all(self, chunks: Iterable[DurableChunk]) -> None:
+        """Commit chunks whose files are durable."""
         with self._catalog.write() as db:
-            last_used = None
-            if source is not None:
-                sql = "SELECT last_used FROM chunks WHERE key = ?"
-                (last_used,) = db.execute(sql, (source.row.key,)).fetchone()
             for chunk in chunks:
-                self._put(db, chunk, last_used)
-            if source is not None and source.replaced:
-                self._forget(db, source.row)
+                self._put(db, chunk)
 
-    def forget(self, row: ChunkRow) -> None:
-        """Delete the row of one form of a content, whose file is to be removed then."""
-        with self._catalog.write() as db:
-            self._forget(db, row)
-
-    def _forget(self, db: Connection, row: ChunkRow) -> None:
-        db.execute("DELETE FROM chunks WHERE key = ?", (row.key,))
-        self._catalog.add_tombstones(db, [row.path], self._clock())
-
-    def _put(self, db: Connection, chunk: DurableChunk, last_used: float | None = None) -> None:
+    def _put(self, db: Connection, chunk: DurableChunk) -> None:
         now, key = self._clock(), chunk.key
         values = {
             "key": key.digest,
@@ -128,7 +122,7 @@ class ChunkRows:
             "tokens": chunk.tokens,
             "state": "ready",
             "created_at": now,
-            "last_used": now if last_used is None else last_used,
+            "last_used": now,
         }
         self._catalog.add_user(db, key.owner, now)
         # INSERT OR REPLACE would not fire triggers
@@ -149,13 +143,12 @@ class ChunkRows:
             db.executemany(sql, [(key,) for key in keys])
 
     def evict(
-        self, owner: str, size: int, writing: Mapping[str, int], limits: Limits, most: int | None = None
+        self, owner: str, size: int, writing: Mapping[str, int], limits: Limits
     ) -> list[tuple[ChunkRow, Why]]:
         """Mark chunks as evicted so that ``owner`` can store ``size`` bytes (see ``shares``), and return them.
 
         Args:
             writing: bytes that are being written, by owner, without ``size``.
-            most: how many chunks may be evicted; None: as many as it takes.
 
         Raises:
             StorageFull, StorageQuotaExceeded: nothing was changed.
@@ -168,11 +161,37 @@ class ChunkRows:
             read = lambda sql, *values: db.execute(sql, values).fetchall()
             bounds = TierBounds(limits.disk_bytes, quota(read, owner, "disk", limits), limits.shared_fraction)
             gone = make_room(bounds, used, owner, size, lambda name: self._candidates(db, name))
-            if most is not None and len(gone) > most:
-                raise StorageFull(f"{size} bytes more do not fit without evicting stored chunks")
             sql = "UPDATE chunks SET state = 'evicted', why = ? WHERE key = ?"
             db.executemany(sql, [(why, held.key.key) for held, why in gone])
         return [(held.key, why) for held, why in gone]
+
+    def expire(self, default: int) -> list[ExpiredChunk]:
+        """Mark chunks as expired that were used for the last time longer ago than every file of their content says
+        (``kv_ttl``), and return them. Pinned ones stay.
+
+        Args:
+            default: seconds for contents of which no file says so; 0: for ever.
+        """
+        values = {"default": default or NEVER, "shared": SHARED}
+        least = self._catalog.read("SELECT MIN(kv_ttl) FROM files WHERE kv_ttl IS NOT NULL")[0][0] or NEVER
+        before = self._clock() - min(least, values["default"])
+        if before <= 0 or not self._catalog.read(UNUSED, **values, now=self._clock(), before=before):
+            return []
+        with self._catalog.write() as db:
+            self._write_touched(db)
+            rows = db.execute(UNUSED, values | {"now": self._clock(), "before": before}).fetchall()
+            sql = "UPDATE chunks SET state = 'expired', last_used = ? WHERE key = ?"
+            db.executemany(sql, [(self._clock(), row["key"]) for row in rows])
+            left = "SELECT 1 FROM chunks WHERE owner = ? AND kind = ? AND digest = ? AND state = 'ready'"
+            return [
+                ExpiredChunk(
+                    ChunkRow(row["key"], row["path"], row["bytes"]),
+                    row["owner"],
+                    ChunkKey(row["kind"], row["digest"]),
+                    not db.execute(left, (row["owner"], row["kind"], row["digest"])).fetchone(),
+                )
+                for row in rows
+            ]
 
     def pinned(self, owner: str, chunk: ChunkKey) -> bool:
         """Return whether a pinned file or reference of this owner holds this content."""

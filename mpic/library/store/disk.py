@@ -31,7 +31,7 @@ from mpic.library.catalog.database import OWED, Catalog
 from mpic.library.folder.layout import chunk_path, scan_chunks
 from mpic.library.folder.quarantine import Orphans, Quarantine
 from mpic.library.limits import Limits
-from mpic.library.store.chunk_rows import ChunkRow, ChunkRows, DurableChunk, Source
+from mpic.library.store.chunk_rows import ChunkRow, ChunkRows, DurableChunk
 from mpic.library.store.tombstones import DeletedContents
 from mpic.memory import is_exhaustion
 
@@ -42,7 +42,7 @@ REASONS = {"evicted": "evicted", "expired": "expired", "corrupt": "corrupt", "mi
 
 COUNTERS = (
     *("requested", "hits", "missing", "corrupt", "unreadable", "saved"),
-    *("evicted", "evicted_quota", "evicted_budget", "evicted_share"),
+    *("evicted", "evicted_quota", "evicted_budget", "evicted_share", "expired"),
     *("bytes_evicted", "bytes_read", "bytes_written"),
 )
 
@@ -239,14 +239,10 @@ class DiskStore:
 
     # Writing
 
-    def save(self, chunk: ChunkKV, source: Source | None = None) -> None:
+    def save(self, chunk: ChunkKV) -> None:
         """Store a compiled chunk durably, unless it is stored or being saved already. A stored file that could not be
         read is replaced. The chunk is not kept if its content was deleted meanwhile, or after the last look-up
         (``DeletedContents``).
-
-        Args:
-            source: the stored chunk that this form was made of. No chunk is evicted for another form. If the source is
-                replaced, its bytes count as free, and it goes in the transaction that makes the new form visible.
 
         Raises:
             StorageFull: the disk is full, or no room can be made for the chunk (``shares``). Stored chunks stay
@@ -266,13 +262,14 @@ class DiskStore:
         try:
             parts = encode(chunk)
             size = sum(map(len, parts))
-            reserved = self._make_room(key.owner, size, source)
+            self._make_room(key.owner, size)
+            reserved = size
             write_durably(self._filesystem, path, parts)
             with self.lock:
                 try:
                     if self._saving[key]:
                         name = str(path.relative_to(self.root))
-                        self._rows.put_all([DurableChunk(key, name, size, len(chunk.inputs))], source)
+                        self._rows.put_all([DurableChunk(key, name, size, len(chunk.inputs))])
                         self._unread.discard(key)
                         self._reserved[key.owner] -= reserved  # its bytes are those of its row from now on
                         reserved = 0
@@ -281,20 +278,11 @@ class DiskStore:
                 except BaseException:
                     self._filesystem.try_remove(path)
                     raise
-                if source is not None and source.replaced and self._saving[key]:
-                    self._filesystem.try_remove(self.root / source.row.path)
         finally:
             with self.lock:
                 del self._saving[key]
                 self._reserved[key.owner] -= reserved
         self._count(saved=1, bytes_written=size)
-
-    def remove(self, row: ChunkRow) -> None:
-        """Remove one form of a content; its other forms stay."""
-        self._guard()
-        with self.lock:
-            self._rows.forget(row)
-            self._filesystem.try_remove(self.root / row.path)
 
     def drop(self, db: Connection, owner: str, chunk: ChunkKey, state: str | None = None) -> list[ChunkRow]:
         """Make all compiled forms of a content invisible, within a transaction and the store's lock. Pass the result
@@ -333,6 +321,16 @@ class DiskStore:
             # the catalogue says that they are deleted, and the next start removes them
             with suppress(OSError):
                 self._filesystem.sync_folder(folder)
+
+    def expire(self, default: int) -> list[tuple[str, ChunkKey]]:
+        """Remove the chunks that nobody has used for as long as they are kept (``ChunkRows.expire``), and return the
+        contents of which none is left, with their owners."""
+        with self.lock:
+            gone = self._rows.expire(default)
+            for one in gone:
+                self._filesystem.try_remove(self.root / one.row.path)
+        self._count(expired=len(gone))
+        return list(dict.fromkeys((one.owner, one.content) for one in gone if one.last))
 
     def flush(self) -> None:
         """Write down when chunks were last used, which is kept in memory between writes."""
@@ -429,20 +427,15 @@ class DiskStore:
             return "recipe"
         return "model_changed" if models else "new"
 
-    def _make_room(self, owner: str, size: int, source: Source | None) -> int:
-        """Reserve bytes within budget and quota, and evict chunks for them (``shares``), but not for another form of
-        a stored chunk; return the bytes that were reserved."""
-        most = None if source is None else 0
-        if source is not None and source.replaced:
-            size = max(0, size - source.row.bytes)
+    def _make_room(self, owner: str, size: int) -> None:
+        """Reserve bytes within budget and quota, and evict chunks for them (``shares``)."""
         with self.lock:
-            victims = self._rows.evict(owner, size, self._reserved, self._limits, most) if size else []
+            victims = self._rows.evict(owner, size, self._reserved, self._limits)
             self._reserved[owner] += size
             for victim, _ in victims:
                 self._filesystem.try_remove(self.root / victim.path)
         for victim, why in victims:
             self._count(**{"evicted": 1, f"evicted_{why}": 1, "bytes_evicted": victim.bytes})
-        return size
 
     def _gone(self, key: KVKey, path: Path) -> None:
         """Mark a chunk as missing whose file was not found, unless it has been saved again meanwhile."""

@@ -272,7 +272,7 @@ class Objects:
         """Begin to read a range; see ``await_range``."""
         return self._pool.submit(self._range, name, start, size, etag)
 
-    def await_range(self, future: Future[memoryview], deadline: float | None = None) -> memoryview:
+    def await_range(self, future: Future[memoryview], deadline: float | None) -> memoryview:
         """Wait for a range.
 
         Args:
@@ -410,10 +410,6 @@ class ObjectReader(FileSystem):
         ``end``."""
         self._end = end
         self._deadline = self._objects.clock() + self._objects.seconds
-
-    def measure(self, size: int) -> None:
-        """Read the first bytes for their time alone."""
-        self._objects.await_range(self._objects.ask(self._name, 0, size, self._head.etag))
 
     @property
     def etag(self) -> str | None:

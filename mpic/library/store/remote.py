@@ -39,8 +39,7 @@ QUEUE = 1024
 KNOWN = 1 << 16
 """Objects that are remembered to be in the store."""
 STALE = 60.0
-"""Seconds after which a bandwidth that speaks against loading is measured again, in the background."""
-PROBE_BYTES = 4 << 20
+"""Seconds after which a chunk is loaded although the bandwidth speaks against it, which measures that again."""
 COUNTERS = ("requested", "hits", "missing", "slower", "damaged", "failed_reads", "bytes_read")
 COUNTERS += ("saved", "bytes_written", "refused", "kept_away", "deleted", "evicted")
 
@@ -87,7 +86,7 @@ class RemoteChunk:
 
     def worth(self, seconds: float) -> bool:
         """Return whether its KV is expected to be here in less time than computing it takes; see ``StoredChunk``."""
-        return self._store.worth(self._key, self._file, self._reader, seconds)
+        return self._store.worth(self._file, seconds)
 
     def refuse(self, error: CorruptFile) -> None:
         self._store.set_aside(self._key, self._reader, error)
@@ -111,7 +110,6 @@ class RemoteTier:
         self._damaged: dict[KVKey, tuple[str, str | None]] = {}
         self._uploads: OrderedDict[KVKey, None] = OrderedDict()
         self._deletions: OrderedDict[str, None] = OrderedDict()  # contents
-        self._measure: tuple[ObjectReader, int] | None = None
         self._dropped = DeletedContents()
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._changed = threading.Condition()
@@ -177,18 +175,18 @@ class RemoteTier:
             self.count(failed_reads=1)
             raise
 
-    def worth(self, key: KVKey, file: ChunkFile, reader: ObjectReader, seconds: float) -> bool:
+    def worth(self, file: ChunkFile, seconds: float) -> bool:
         """Apply the cost rule: ``latency + bytes / bandwidth < seconds``. A chunk is loaded while the bandwidth is
-        unknown; one that speaks against loading is measured anew when it is old."""
-        rate, size = self.objects.rate, file.kv_end
-        expected = rate.seconds(size)
+        unknown, and once a minute although it speaks against loading, to measure it anew."""
+        rate = self.objects.rate
+        expected = rate.seconds(file.kv_end)
         if expected is None or expected < seconds:
             return True
-        self.count(slower=1)
         with self._changed:
             if self.objects.clock() - rate.measured >= STALE:
-                self._measure = reader, min(size, PROBE_BYTES)
-                self._changed.notify_all()
+                rate.measured = self.objects.clock()  # others do not load meanwhile
+                return True
+        self.count(slower=1)
         return False
 
     def set_aside(self, key: KVKey, reader: ObjectReader, error: CorruptFile) -> None:
@@ -337,9 +335,6 @@ class RemoteTier:
                     if queue:
                         self._working = True
                         return partial(do, next(iter(queue)))
-                if self._measure is not None:
-                    self._working = True
-                    return self._measure_again
                 self._changed.wait()
             return None
 
@@ -403,12 +398,3 @@ class RemoteTier:
             return json.loads(tombstone)["library"] == self._library
         except (ValueError, KeyError, TypeError):
             return False
-
-    def _measure_again(self) -> None:
-        assert self._measure is not None  # `_next` has seen it
-        reader, size = self._measure
-        try:
-            reader.measure(size)
-        finally:
-            with self._changed:
-                self._measure = None

@@ -116,7 +116,7 @@ class TieredStore:
         self.lock, self.root = disk.lock, disk.root
         self._tiers: list[Tier | DiskStore] = [*nearer, disk, *farther]
         self._others: list[Tier] = [*nearer, *farther]
-        self._farther = farther
+        self._nearer, self._farther = nearer, farther
         self._failed: Counter[str] = Counter({tier.name: 0 for tier in self._others})
         # only the disk, the tier of record, does these
         self.touch = disk.touch
@@ -187,6 +187,15 @@ class TieredStore:
             if (owed := optional(tier, "owes", owner, chunk)) is not None:
                 self.disk.owe(db, [owed])
         return self.disk.drop(db, owner, chunk, state)
+
+    def expire(self, default: int) -> list[tuple[str, ChunkKey]]:
+        """Remove what nobody has used for too long from the disk and the tiers nearer than it; see
+        ``DiskStore.expire``. What lies beyond belongs to other servers, too."""
+        gone = self.disk.expire(default)
+        for tier in self._nearer:
+            for owner, chunk in gone:
+                tier.drop(owner, chunk)
+        return gone
 
     def check(self) -> None:
         for tier in self._tiers:

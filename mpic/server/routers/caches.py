@@ -8,12 +8,14 @@ from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
+from starlette.concurrency import run_in_threadpool
 
 from mpic.api.requests import CacheChange, CacheRequest
 from mpic.api.resources import CacheChunkObject, CacheDeleted, CacheList, CacheObject
 from mpic.errors import BadRequest
 from mpic.library import Cache, CacheChunk
 from mpic.library.caches import CHUNK, MOST_CHUNKS, CachedText
+from mpic.library.intake.checks import check_life
 from mpic.prompt.split import Split, TooManyPieces
 from mpic.prompt.split_process import split_in_process
 from mpic.server.auth import CurrentUser
@@ -36,7 +38,7 @@ async def create(body: CacheRequest, request: Request, state: StateDep, user: Cu
         state.library.caches.create,
         name=body.name or "",
         split=asdict(split) if body.text is not None else None,
-        ttl=body.ttl,
+        ttl=body.ttl if "ttl" in body.model_fields_set else state.config.library.default_ttl or None,
         key=user.limits,
     )
     cache = await threads.call(user.id, create, user.id, parts)
@@ -80,9 +82,29 @@ async def get_cache(cache_id: str, request: Request, state: StateDep, user: Curr
 
 @router.patch("/{cache_id}")
 def change_cache(cache_id: str, body: CacheChange, state: StateDep, user: CurrentUser) -> CacheObject:
-    """Let a cache (`group-...`) and all its chunks live for `ttl` seconds from now."""
-    cache = state.library.caches.extend(user.id, cache_id, body.ttl)
+    """Let a cache (`group-...`) and all its chunks live for `ttl` seconds from now, keep their compiled KV for `kv_ttl`
+    seconds without a use, or pin it."""
+    check_life("ttl", body.ttl)  # checked first, so that all change or none does
+    check_life("kv_ttl", body.kv_ttl)
+    caches = state.library.caches
+    cache = caches.get(user.id, cache_id)
+    if "ttl" in body.model_fields_set:
+        cache = caches.extend(user.id, cache_id, body.ttl)
+    if "kv_ttl" in body.model_fields_set:
+        cache = caches.keep_kv(user.id, cache_id, body.kv_ttl)
+    if "pinned" in body.model_fields_set:
+        cache = caches.pin(user.id, cache_id, body.pinned)
     return _show(cache, _tiers(state, user.id, [cache]))
+
+
+@router.post("/{cache_id}/prefetch", status_code=202)
+async def prefetch(cache_id: str, request: Request, state: StateDep, user: CurrentUser) -> CacheObject:
+    """Bring the compiled KV of a cache near to the device, in the background, for questions that will come soon. What
+    has expired or was evicted is compiled again."""
+    cache = await run_in_threadpool(state.library.caches.get, user.id, cache_id)
+    for chunk in cache.chunks:
+        request.app.state.background.compile(chunk.file, prefetch=True)
+    return await run_in_threadpool(lambda: _show(cache, _tiers(state, user.id, [cache])))
 
 
 @router.delete("/{cache_id}")

@@ -235,6 +235,7 @@ def prepare(
     messages = [_seen(message) for message in body.messages]
     check_conversation(messages, state.engine.info.context_length, state.template.longest_token)
     options = body.mpic.retrieval
+    retrieval.check_options(options)
     tools = offered_tools(body, state.template)
     form = form_of(body)
     if (body.n or 1) > 1 and options.mode == "auto":
@@ -272,6 +273,8 @@ def prepare(
     exists = partial(state.library.files.check_exist, user, own) if own else None
     id = f"chatcmpl-{uuid.uuid4().hex}"
     sampling, trace = sampling_of(body), body.mpic.trace
+    if search is not None and search.trigger == "confidence" and sampling.logprobs is None:
+        sampling = replace(sampling, logprobs=0)
     return GenerationRequest(id, prompt, policy, sampling, user, trace, search, exists, form), rounds
 
 

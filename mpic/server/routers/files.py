@@ -43,8 +43,15 @@ PURPOSES = ("user_data", "vision", "assistants")
 RAW = {"required": True, "content": {OCTETS: {"schema": {"type": "string", "format": "binary"}}}}
 CONDITIONS = ("Content-Range", "If-Match", "If-None-Match", "If-Unmodified-Since")
 """Header fields that say to write less than a whole file, or not always. To ignore one could destroy a file."""
-FIELDS = ("file", "purpose", "handle", "replace", "split", "press", "ttl",
+FIELDS = ("file", "purpose", "handle", "replace", "split", "press", "ttl", "kv_ttl",
           "expires_after[anchor]", "expires_after[seconds]")  # fmt: skip
+
+
+TTL = "seconds until it expires; left out: as the server is configured, which is never by default"
+KV_TTL = (
+    "seconds for which its compiled KV is kept unused; the original stays, and the next use compiles it again; left "
+    "out: as the server is configured"
+)
 
 
 @router.post("", dependencies=[form_fields(*FIELDS)])
@@ -71,7 +78,8 @@ async def upload(
             description="the press that compresses it, e.g. `snapkv-50`; `none`: no compression; default: the server's"
         ),
     ] = None,
-    ttl: Annotated[int | None, Form(ge=1, description="seconds until it expires; left out: never")] = None,
+    ttl: Annotated[int | None, Form(ge=1, description=TTL)] = None,
+    kv_ttl: Annotated[int | None, Form(ge=1, description=KV_TTL)] = None,
     anchor: Annotated[Literal["created_at"] | None, Form(alias="expires_after[anchor]")] = None,
     lifetime: Annotated[int | None, Form(alias="expires_after[seconds]", ge=1)] = None,
 ) -> FileObject:
@@ -90,6 +98,7 @@ async def upload(
         "replace": replace,
         "split": split,
         "press": press,
+        "kv_ttl": kv_ttl,
     }
     return await store(
         request,
@@ -116,7 +125,8 @@ async def put(
     ] = True,
     split: Annotated[str | None, Query(description="as in `POST /v1/files`")] = None,
     press: Annotated[str | None, Query(description="as in `POST /v1/files`")] = None,
-    ttl: Annotated[int | None, Query(ge=1, description="seconds until it expires; left out: never")] = None,
+    ttl: Annotated[int | None, Query(ge=1, description=TTL)] = None,
+    kv_ttl: Annotated[int | None, Query(ge=1, description=KV_TTL)] = None,
 ) -> FileObject:
     """Upload an image, a clip or a document as the body itself, not in a form: `curl -T photo.png
     http://127.0.0.1:8000/v1/files/PHOTO`.
@@ -142,6 +152,7 @@ async def put(
         "replace": replace,
         "split": split,
         "press": press,
+        "kv_ttl": kv_ttl,
     }
     arguments = arguments_of(state, user, name, **wishes, ttl=ttl)
     arriving = state.library.files.arriving(None)
@@ -165,10 +176,15 @@ def arguments_of(
     split: str | None,
     press: str | None,
     ttl: int | None,
+    kv_ttl: int | None,
     anchor: str | None = None,
     lifetime: int | None = None,
+    for_ever: bool = False,
 ) -> dict[str, Any]:
     """Return the arguments of ``UploadLibrary.upload`` for an upload, besides its content.
+
+    Args:
+        for_ever: without a lifetime it never expires, whatever the configuration says.
 
     Raises:
         UnsupportedParameter, UnknownPress, BadRequest: a field is not valid.
@@ -177,9 +193,13 @@ def arguments_of(
         raise UnsupportedParameter(
             f"purpose {cut(purpose)!r} is not supported; known: {', '.join(PURPOSES)}", param="purpose"
         )
+    life = _lifetime(ttl, anchor, lifetime)
+    if life is None and not for_ever:
+        life = state.config.library.default_ttl or None
     return {
         "handle": handle or None,
-        "expires_after": _lifetime(ttl, anchor, lifetime),
+        "expires_after": life,
+        "kv_ttl": kv_ttl,
         "replace": replace,
         "split": split_of(split, filename, state.config.library.split_tokens),
         "split_asked": split not in (None, "auto"),
@@ -292,8 +312,10 @@ def get_content(file_id: str, request: Request, state: StateDep, user: CurrentUs
 
 @router.patch("/{file_id}")
 def change_file(file_id: str, body: FileChange, state: StateDep, user: CurrentUser) -> FileObject:
-    """Let a file live for `ttl` seconds from now, or give it another handle. Prompts find it by the new handle only."""
-    check_life("ttl", body.ttl)  # checked first, so that both change or neither does
+    """Let a file live for `ttl` seconds from now, keep its compiled KV for `kv_ttl` seconds without a use, pin it, or
+    give it another handle. Prompts find it by the new handle only."""
+    check_life("ttl", body.ttl)  # checked first, so that all change or none does
+    check_life("kv_ttl", body.kv_ttl)
     if file_id.startswith(CHUNK):
         state.library.caches.chunk(user.id, file_id)
         raise BadRequest(
@@ -304,7 +326,20 @@ def change_file(file_id: str, body: FileChange, state: StateDep, user: CurrentUs
         state.library.files.rename(user.id, file_id, body.handle)
     if "ttl" in body.model_fields_set:
         state.library.files.extend(user.id, file_id, body.ttl)
+    if "kv_ttl" in body.model_fields_set:
+        state.library.files.keep_kv(user.id, file_id, body.kv_ttl)
+    if "pinned" in body.model_fields_set:
+        state.library.files.pin(user.id, file_id, body.pinned)
     return get_file(file_id, state, user)
+
+
+@router.post("/{file_id}/prefetch", status_code=202)
+async def prefetch(file_id: str, request: Request, state: StateDep, user: CurrentUser) -> FileObject:
+    """Bring the compiled KV of a file near to the device, in the background, for questions that will come soon. What
+    has expired or was evicted is compiled again."""
+    file = await run_in_threadpool(state.library.files.get, user.id, file_id)
+    request.app.state.background.compile(file, prefetch=True)
+    return await run_in_threadpool(get_file, file_id, state, user)
 
 
 @router.delete("/{file_id}")

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal, cast
 
 from fastapi import APIRouter, File, Form, Query, Request, Response, UploadFile
 from PIL import Image
+from starlette.concurrency import run_in_threadpool
 
-from mpic.api.requests import ReferenceSearch
+from mpic.api.requests import ReferenceChange, ReferenceSearch
 from mpic.api.resources import (
     IndexState,
     ReferenceDeleted,
@@ -18,6 +19,7 @@ from mpic.api.resources import (
     ReferenceList,
     ReferenceObject,
     ReferencesFound,
+    SyncState,
 )
 from mpic.errors import BadRequest, InvalidUpload, NotFound, TooLarge
 from mpic.library import SHARED, Reference, decode_image, thumbnail
@@ -27,18 +29,20 @@ from mpic.server.auth import AdminUser, CurrentUser
 from mpic.server.json_routes import JSONRoute, parse
 from mpic.server.routers.common import PARTS, After, Order, T, download, form_fields, listed, shown
 from mpic.server.state import State, StateDep
+from mpic.server.sync import SyncJob
 
 router = APIRouter(prefix="/v1/references", tags=["references"], route_class=JSONRoute)
 
 THUMBNAIL = 128
 """Longest side in pixels."""
-FIELDS = ("file", "title", "description", "metadata")
+FIELDS = ("file", "title", "description", "metadata", "ttl")
 Content = Annotated[UploadFile, File(description="an image, a document or text")]
 Title = Annotated[
     str | None, Form(description="its name for people and in prompts; default: the file's name")
 ]
 Description = Annotated[str | None, Form()]
 Metadata = Annotated[str | None, Form(description="JSON object of scalars, to filter searches by")]
+TTL = Annotated[int | None, Form(ge=1, description="seconds until it expires; left out: never")]
 
 
 @router.post("", dependencies=[form_fields(*FIELDS, "id")])
@@ -50,6 +54,7 @@ async def create(
     title: Title = None,
     description: Description = None,
     metadata: Metadata = None,
+    ttl: TTL = None,
     id: Annotated[str | None, Form(description="`ref_...`; default: a random id")] = None,
 ) -> ReferenceObject:
     """Add an image or text. The answer comes when it is durable and can be found; it is compiled in the background."""
@@ -61,6 +66,7 @@ async def create(
         description=description or "",
         metadata=_metadata(metadata) or {},
         id=id,
+        expires_after=ttl,
     )
     return await _added(request, state, reference)
 
@@ -75,6 +81,7 @@ async def replace(
     title: Title = None,
     description: Description = None,
     metadata: Metadata = None,
+    ttl: TTL = None,
 ) -> ReferenceObject:
     """Replace a reference by a new version; values that are left out stay as they were."""
     reference = await state.library.references.replace(
@@ -84,6 +91,7 @@ async def replace(
         title=title,
         description=description,
         metadata=_metadata(metadata),
+        expires_after=ttl,
     )
     return await _added(request, state, reference)
 
@@ -123,7 +131,10 @@ def _search(body: ReferenceSearch, state: State) -> ReferencesFound:
     except (InvalidUpload, TooLarge) as error:  # the image was not accepted
         error.param = "image"
         raise
-    found = (_show(hit.reference, ReferenceFound, score=hit.score) for hit in hits)
+    found = (
+        _show(hit.reference, ReferenceFound, score=hit.score, words=hit.words, found_by=hit.found_by)
+        for hit in hits
+    )
     return ReferencesFound(data=tuple(found))
 
 
@@ -141,6 +152,27 @@ def reindex(state: StateDep, user: AdminUser) -> IndexState:
     tells how far it is; a run that was interrupted continues where it stopped."""
     state.retriever.reindex()
     return index_state(state, user)
+
+
+@router.get("/sync")
+async def sync_state(request: Request, user: AdminUser) -> SyncState:
+    """Show the outcome of the last sync with the folder or listing of the server's configuration."""
+    return _sync(request).state()
+
+
+@router.post("/sync", status_code=202)
+async def sync(request: Request, user: AdminUser) -> SyncState:
+    """Begin a sync now, in the background."""
+    job = _sync(request)
+    job.begin()
+    return job.state()
+
+
+def _sync(request: Request) -> SyncJob:
+    job = request.app.state.background.sync
+    if job is None:
+        raise NotFound("this server syncs no references: set [retrieval] sync_references")
+    return job
 
 
 @router.get("/{reference_id}")
@@ -174,6 +206,29 @@ def _thumbnail(reference_id: str, state: State) -> Response:
     return Response(picture, media_type="image/png", headers=headers)
 
 
+@router.patch("/{reference_id}")
+def change_reference(
+    reference_id: str, body: ReferenceChange, state: StateDep, user: AdminUser
+) -> ReferenceObject:
+    """Let a reference live for `ttl` seconds from now, or pin its compiled KV."""
+    references = state.library.references
+    found = references.get(reference_id)
+    if "ttl" in body.model_fields_set:
+        found = references.extend(reference_id, body.ttl)
+    if "pinned" in body.model_fields_set:
+        found = references.pin(reference_id, body.pinned)
+    return _show(found)
+
+
+@router.post("/{reference_id}/prefetch", status_code=202)
+async def prefetch(reference_id: str, request: Request, state: StateDep, user: AdminUser) -> ReferenceObject:
+    """Bring the compiled KV of a reference near to the device, in the background; what has expired or was evicted is
+    compiled again."""
+    reference = await run_in_threadpool(state.library.references.get, reference_id)
+    request.app.state.background.compile_reference(reference, prefetch=True)
+    return _show(reference)
+
+
 @router.delete("/{reference_id}")
 def delete_reference(reference_id: str, state: StateDep, user: AdminUser) -> ReferenceDeleted:
     """Remove a reference. New searches and prompts no longer find it; answers that use it finish."""
@@ -188,9 +243,9 @@ async def _added(request: Request, state: State, reference: Reference) -> Refere
     return _show(reference)
 
 
-def _show(reference: Reference, kind: type[T] = ReferenceObject, **more: float) -> T:  # ty: ignore[invalid-parameter-default] (T is then that)
+def _show(reference: Reference, kind: type[T] = ReferenceObject, **more: Any) -> T:  # ty: ignore[invalid-parameter-default] (T is then that)
     thumbnail = f"/v1/references/{reference.id}/thumbnail" if reference.kind == "image" else None
-    return shown(kind, reference, thumbnail=thumbnail, **more)
+    return shown(kind, reference, thumbnail=thumbnail, synced=bool(reference.synced_from), **more)
 
 
 def _metadata(text: str | None) -> dict[str, Any] | None:

@@ -32,6 +32,7 @@ async def create(body: UploadCreate, state: StateDep, user: CurrentUser) -> Uplo
     """
     if body.expires_after is not None:  # named here as it is in JSON
         check_life("expires_after.seconds", body.expires_after.seconds)
+    check_life("kv_ttl", body.kv_ttl)
     arguments = arguments_of(
         state,
         user,
@@ -39,6 +40,8 @@ async def create(body: UploadCreate, state: StateDep, user: CurrentUser) -> Uplo
         purpose=body.purpose,
         handle=body.handle,
         ttl=body.ttl,
+        kv_ttl=body.kv_ttl,
+        for_ever="ttl" in body.model_fields_set,
         anchor=None if body.expires_after is None else body.expires_after.anchor,
         lifetime=None if body.expires_after is None else body.expires_after.seconds,
         replace=body.replace,

@@ -104,7 +104,7 @@ class VLLMEngine(Engine):
             self.compiler = ChunkCompiler(self.model, store, self.tombstones, self.client)
             undo.pop_all()
         preparer, searchers = (
-            PromptPreparer(self.compiler, self.client),
+            PromptPreparer(self.compiler, self.client, config.vllm_sharing),
             ThreadPoolExecutor(SEARCHERS, "mpic-search"),
         )
         constraints = Constraints(self.model.tokenizer, self.model.eos, vocabulary=0)

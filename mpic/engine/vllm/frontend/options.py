@@ -151,6 +151,8 @@ def engine_args(
     from vllm.config import StructuredOutputsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
+    if config.vllm_sharing:
+        _check_sharing(config, model, cpu)
     given = _given(config.vllm_args, {f.name for f in dataclasses.fields(AsyncEngineArgs)})
     values: dict[str, Any] = {
         "model": config.model,
@@ -197,12 +199,26 @@ def engine_args(
         raise ConfigError(f"vLLM refuses its arguments: {error}", param="vllm_args") from error
 
 
+def _check_sharing(config: EngineConfig, model: ModelDescription, cpu: bool) -> None:
+    """Raise ConfigError if chunks cannot be shared with these options."""
+    reasons = {
+        "only vLLM's build for CPUs has its attention": not cpu,
+        "several workers are not supported": config.tensor_parallel_size * config.pipeline_parallel_size > 1,
+        f"the model must run in float32, not {model.dtype}": model.dtype != "float32",
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ConfigError(f"vllm_sharing: {reason}; switch it off", param="vllm_sharing")
+
+
 def _connector(
     config: EngineConfig, model: ModelDescription, folder: Path, host_bytes: int | None
 ) -> dict[str, Any]:
     """Return vLLM's configuration of our KV connector."""
     extra: dict[str, Any] = {"folders": [str(folder)], "parent": os.getpid()}
     extra["readers"] = config.loaders or loaders_for()
+    if config.vllm_sharing:
+        extra["sharing"] = True
     if host_bytes is not None:
         extra["host_bytes"] = host_bytes
     if model.adapter is not None:

@@ -58,10 +58,14 @@ class PreparedPrompt:
 
 
 class PromptPreparer:
-    """Prepares prompts; see the module."""
+    """Prepares prompts; see the module.
 
-    def __init__(self, compiler: ChunkCompiler, client: VLLMClient) -> None:
-        self._compiler, self._client = compiler, client
+    Args:
+        sharing: links map the engine's one copy of each chunk where they can (``order``).
+    """
+
+    def __init__(self, compiler: ChunkCompiler, client: VLLMClient, sharing: bool = False) -> None:
+        self._compiler, self._client, self._sharing = compiler, client, sharing
 
     def check(self, request: GenerationRequest) -> None:
         """Raise EmptyPrompt, UnsupportedModality or UnsupportedParameter for a request that this engine never
@@ -144,11 +148,28 @@ class PromptPreparer:
         sizes = ((one.tokens, one.rotary_length or one.tokens) for one in linked)
         return make_plan(segment_shapes(segments, sizes, policy), policy, decided)
 
-    def order(self, prepared: PreparedPrompt) -> LinkOrder:
-        """Return the link order of a prompt whose needed chunks have files."""
+    def order(self, prepared: PreparedPrompt, answer: int) -> LinkOrder:
+        """Return the link order of a prompt whose needed chunks have files.
+
+        Where chunks are shared, a link is still copied in two cases: its policy leaves holes in chunks, each of which
+        would be a range of its own to attention; or its chunks, in blocks of their own, its own tokens and its answer
+        take more blocks than there are.
+
+        Args:
+            answer: most tokens of the answer.
+        """
         needed = set(map(id, prepared.needed))
         files = [self._compiler.files.file(one) if id(one) in needed else None for one in prepared.linked]
-        return make_link_order(prepared.plan, files)
+        plan, shared = prepared.plan, self._sharing
+        if shared:
+            chunks = {span.source: prepared.linked[span.source] for span in plan.spans}
+            tokens = {one.key: one.tokens for one in chunks.values()}
+            blocks = sum(map(self._blocks, tokens.values())) + self._blocks(plan.own + answer)
+            shared = len(plan.spans) == len(chunks) and blocks < self._client.blocks
+        return make_link_order(plan, files, shared)
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self._client.block_size)
 
     def room(self, prepared: PreparedPrompt) -> int:
         """Return how many tokens can be generated after a prompt."""

@@ -176,8 +176,8 @@ class Request:
         if prompt is None:
             self._usage.compiled += await runtime.compiler.ensure(prepared.needed, self.arrived)
             prepared.plan = runtime.preparer.plan(prepared.segments, prepared.linked, self.spec.policy)
-            order = runtime.preparer.order(prepared)
-            prompt = token_prompt(prepared.ids(), self._salt)
+            order = runtime.preparer.order(prepared, self._max_tokens - len(self._generated))
+            prompt = token_prompt(order.ids(prepared.ids()), order.salt(self._salt))
         params = self._params(order.params() if order is not None else None)
         first_token = 0.0
         output, report, earlier, progress, paused = None, {}, {}, Progress(Delta("")), False
@@ -257,12 +257,14 @@ class Request:
             final = output.finish_reason == "stop" and i == len(output.token_ids) - 1
             ends = (token in self._runtime.model.eos or final) and not sampling.ignore_eos
             complete = self._constraint is not None and self._constraint.take(token)
-            read = detokenize(self._detokenizer, token, ends)
+            logprob = None
+            if output.logprobs is not None:
+                logprob = _logprob(token, output.logprobs[i], sampling.logprobs)
+                logprobs.append(logprob)
+            read = detokenize(self._detokenizer, token, ends, logprob)
             self._generated.append(token)
             ids.append(token)
             text += read.text
-            if output.logprobs is not None:
-                logprobs.append(_logprob(token, output.logprobs[i], sampling.logprobs))
             if read.over or complete:
                 reason = "stop"
             elif len(self._generated) >= self._max_tokens:
@@ -274,7 +276,8 @@ class Request:
         if reason is None and call is None and output.finish_reason in ("stop", "length"):
             reason = output.finish_reason
         if call is not None and len(self._usage.retrieval) >= self.spec.retrieval.rounds:
-            self._usage.retrieval += (RetrievalRound(call, at=len(self._generated), error="rounds"),)
+            over = search.too_many(self.spec.retrieval, call, len(self._generated))
+            self._usage.retrieval += (over,)
             reason, call = "stop", None
         if reason is not None:
             text += self._detokenizer.finish()
@@ -384,7 +387,7 @@ class Request:
         found = search.search(retrieval, call)
         hits, error = search.linkable(found, link)
         hits, prepared, unfit = search.insert(retrieval, hits, self._usage.retrieval, self._with_inserted)
-        round = search.ended(found, hits, len(self._generated), unfit or error)
+        round = search.ended(retrieval, found, hits, len(self._generated), unfit or error)
         if prepared is not None:
             new = prepared.plan.length - self._prepared.plan.length
             own = prepared.plan.own - self._prepared.plan.own

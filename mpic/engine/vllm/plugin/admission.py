@@ -18,17 +18,19 @@ import numpy as np
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
-from mpic.engine.vllm.plugin.host_memory import FileLoad, HostMemory
-from mpic.engine.vllm.plugin.order_checks import check_request
+from mpic.engine.vllm.plugin.host_memory import CachedFile, FileLoad, HostMemory
+from mpic.engine.vllm.plugin.order_checks import check_request, check_shared
+from mpic.engine.vllm.plugin.shared_chunks import SharedChunks, spans
 from mpic.engine.vllm.plugin.step_messages import (
     ChunkExport,
     EndReason,
     LinkStart,
     PlacedChunk,
+    SharedStart,
     StepInstructions,
     StepReport,
 )
-from mpic.engine.vllm.wire import FIELD, BadOrder, ChunkRef, CompileOrder, LinkOrder, parse
+from mpic.engine.vllm.wire import FIELD, BadOrder, ChunkRef, CompileOrder, LinkOrder, mapped, parse
 from mpic.link import Ranges, ranges_of
 
 if TYPE_CHECKING:
@@ -47,11 +49,13 @@ class TrackedRequest:
     """A request with an order.
 
     Attributes:
-        load: its chunks, pinned; None for a compile.
+        load: its chunks, pinned; None for a compile, and for a shared link that needs nothing from files.
+        loaded: number of the chunks that were not resident, of a shared link.
+        loading: numbers of the chunks that are in ``load``, of a shared link.
         late: the time after which chunks that are not in memory are computed; None until the scheduler first asks.
         rows: sequence indices that are computed, once that is decided.
         chunks: chunks that are linked or whose embeddings are used, once that is decided.
-        hit: tokens found in the prefix cache, once admitted.
+        hit: tokens of the prompt up to which all was found in the prefix cache, or mapped, once admitted.
         complete: True once its whole prompt has been computed, after which no chunk is written any more.
         fault: the reason why it ends, if it must.
         blocks: its blocks of the paged cache, in order.
@@ -62,6 +66,8 @@ class TrackedRequest:
     request: Request
     order: LinkOrder | CompileOrder | None
     load: FileLoad | None = None
+    loading: frozenset[int] = frozenset()
+    loaded: int = 0
     late: float | None = None
     rows: np.ndarray | None = None
     chunks: tuple[PlacedChunk, ...] = ()
@@ -73,6 +79,11 @@ class TrackedRequest:
     load_seconds: float = 0.0
     place_seconds: float = 0.0
     final_report: dict[str, Any] | None = None
+
+    @property
+    def shared(self) -> bool:
+        """True for a link that maps resident chunks."""
+        return isinstance(self.order, LinkOrder) and self.order.shared
 
     def report(self) -> dict[str, Any]:
         """Return the report that the caller receives in ``kv_transfer_params``."""
@@ -90,6 +101,8 @@ class TrackedRequest:
                 "place_ms": 1e3 * self.place_seconds,
                 "fallback": self.fallback,
             }
+            if self.order.shared:
+                body["loaded"] = self.loaded
         return {FIELD: body}
 
 
@@ -120,6 +133,10 @@ class Admission:
         most_rows: a link with more rows of attention than this is computed whole instead: each of them is a sequence
             of its own to the attention backend, with its own block table.
         soft: trained tokens that the workers' embedding layer knows.
+        sharing: accept orders of shared links.
+
+    Attributes:
+        shared: the resident chunks; None where nothing is shared.
     """
 
     def __init__(
@@ -130,7 +147,10 @@ class Admission:
         patience: float,
         most_rows: int,
         soft: int = 0,
+        sharing: bool = False,
     ) -> None:
+        self._config, self._sharing = config, sharing
+        self.shared: SharedChunks | None = None
         self._host, self._folders = host, [folder.resolve() for folder in folders]
         self._patience, self._most_rows, self._soft = patience, most_rows, soft
         self._image_ids = _image_ids(config)
@@ -146,11 +166,18 @@ class Admission:
         of the link is computed. vLLM would enter them when it allocates them, and other links with the same salt, which
         may start in the same step, would read blocks that are not written yet."""
         self.manager = manager
+        if self._sharing:
+            self.shared = SharedChunks(manager.block_pool, self._config.cache_config.block_size)
         enter = manager.coordinator.cache_blocks
 
         def enter_complete(request: Request, tokens: int) -> None:
             tracked = self._tracked.get(request.request_id)
-            if tracked is None or tracked.complete or not isinstance(tracked.order, LinkOrder):
+            if (
+                tracked is None
+                or tracked.complete
+                or tracked.shared
+                or isinstance(tracked.order, CompileOrder)
+            ):
                 enter(request, tokens)
 
         manager.coordinator.cache_blocks = enter_complete
@@ -172,11 +199,16 @@ class Admission:
         check_request(request, order, self._soft)
         if isinstance(order, CompileOrder):
             self._folder(order)
-            return
-        tracked.load = self._load(order)
+        elif order.shared:
+            check_shared(
+                request, order, self.shared, self._config.model_config.max_model_len, self._most_rows
+            )
+            self._load_missing(tracked)
+        else:
+            tracked.load = self._load(order.chunks)
 
-    def _load(self, order: LinkOrder, first: bool = False) -> FileLoad:
-        return self._host.load([(ref.path, ref.key, ref.length) for ref in order.chunks], first)
+    def _load(self, chunks: Iterable[ChunkRef], first: bool = False) -> FileLoad:
+        return self._host.load([(ref.path, ref.key, ref.length) for ref in chunks], first)
 
     def _folder(self, order: CompileOrder) -> str:
         """Return the absolute path of the folder that an order's chunk is written to."""
@@ -193,10 +225,14 @@ class Admission:
 
     def claim(self, request: Request, hit: int) -> int | None:
         """Return how many tokens behind the first ``hit`` need no computing; None if the scheduler must ask again."""
+        if self.shared is not None and self.shared.short:
+            return None
         tracked = self._tracked.get(request.request_id)
         if tracked is None or (tracked.fault is None and isinstance(tracked.order, CompileOrder)):
             return 0
-        return self._claim(tracked, hit) if tracked.fault is None else None
+        if tracked.fault is not None:
+            return None
+        return self._claim_shared(tracked, hit) if tracked.shared else self._claim(tracked, hit)
 
     @_contained
     def _claim(self, tracked: TrackedRequest, hit: int) -> int | None:
@@ -204,7 +240,7 @@ class Admission:
             return 0
         if tracked.hit is not None:  # it was preempted: it starts again, before others
             self._withdraw(tracked)
-            tracked.load = self._load(tracked.order, first=True)
+            tracked.load = self._load(tracked.order.chunks, first=True)
         if tracked.rows is None and not self._decide(tracked):
             return None
         first = int(np.searchsorted(tracked.rows, hit))
@@ -238,15 +274,11 @@ class Admission:
                 tracked.fallback.append((i, code))
                 computed[tokens] = True
             base += ref.start - at
-            if ref.base != base:
-                raise BadOrder(f"chunk {i} has base {ref.base}, but what precedes it ends at {base}")
+            _check_base(i, ref, base)
             at, base = ref.start + ref.length, base + (ref.length if inputs is None else inputs.rotary_length)
             if inputs is not None:
                 chunks.append(PlacedChunk(chunk, ref.start, ref.length, ref.base))
-        if base + order.length - at != order.extent:
-            raise BadOrder(
-                f"the order has extent {order.extent}; its parts add up to {base + order.length - at}"
-            )
+        _check_extent(order, base + order.length - at)
         rows = np.flatnonzero(computed)
         if np.count_nonzero(np.diff(rows) != 1) >= self._most_rows:
             known = {i for i, _ in tracked.fallback}
@@ -257,6 +289,61 @@ class Admission:
         tracked.chunks, tracked.rows = tuple(chunks), rows
         tracked.load_seconds = load.seconds or now - load.asked
         return True
+
+    @_contained
+    def _claim_shared(self, tracked: TrackedRequest, hit: int) -> int | None:
+        """Return 0 when the chunks of a shared link are pinned, all of its files having been read that are needed for
+        it; None otherwise. Nothing is computed instead of a chunk: a link whose file cannot be used ends."""
+        order, load = tracked.order, self._load_missing(tracked)
+        if load is not None and not load.done:
+            return None
+        read = dict(zip(sorted(tracked.loading), load.chunks if load is not None else (), strict=True))
+        for chunk in read.values():
+            if chunk.state == "failed":
+                self.fail(tracked, chunk.code, chunk.reason)
+                return None
+        resident = map(self.shared.find, order.chunks)
+        known = [read[i] if one is None or i in read else one.file for i, one in enumerate(resident)]
+        if not tracked.chunks:
+            self._check_places(tracked, known)
+        places = zip(order.chunks, known, strict=True)
+        tracked.chunks = tuple(
+            PlacedChunk(chunk.without_kv(), ref.start, ref.length, ref.base) for ref, chunk in places
+        )
+        numbers = dict.fromkeys(number for number, *_ in mapped(order))
+        wanted = [(order.chunks[number], read.get(number)) for number in numbers]
+        hits = self.manager.get_computed_blocks(tracked.request)[0].blocks[0] if hit else ()
+        return 0 if self.shared.pin(tracked.request.request_id, wanted, hits) else None
+
+    def _load_missing(self, tracked: TrackedRequest) -> FileLoad | None:
+        """Have the chunks read that a shared link needs and that are not resident, and return the load. When more of
+        them are missing than before, all are asked for anew: a load that waited for memory while it kept some would
+        wait for ever for another that does."""
+        order = tracked.order
+        from_cache = {number for number, *_ in mapped(order) if self.shared.find(order.chunks[number])}
+        missing = frozenset(range(len(order.chunks))) - from_cache
+        if not missing <= tracked.loading:
+            again, tracked.loading = tracked.load, tracked.loading | missing
+            if again is not None:
+                self._host.release(again)
+            chunks = [order.chunks[number] for number in sorted(tracked.loading)]
+            tracked.load = self._load(chunks, first=again is not None or tracked.request.num_preemptions > 0)
+        return tracked.load
+
+    def _check_places(self, tracked: TrackedRequest, known: list[CachedFile]) -> None:
+        """Raise BadOrder unless a shared link's tokens, places and bases are those of its chunks."""
+        order = tracked.order
+        places = np.concatenate([np.arange(lo, hi) for lo, hi in order.rows])
+        ids, at, base = np.asarray(tracked.request.prompt_token_ids[: len(places)]), 0, 0
+        for i, (ref, chunk) in enumerate(zip(order.chunks, known, strict=True)):
+            inputs = chunk.inputs
+            lo, hi = np.searchsorted(places, (ref.start, ref.start + ref.length))
+            if not np.array_equal(inputs.token_ids.numpy()[places[lo:hi] - ref.start], ids[lo:hi]):
+                raise BadOrder(f"{ref.path} holds other tokens than the prompt")
+            base += ref.start - at
+            _check_base(i, ref, base)
+            at, base = ref.start + ref.length, base + inputs.rotary_length
+        _check_extent(order, base + order.length - at)
 
     def _is_image(self, tracked: TrackedRequest, ref: ChunkRef) -> bool:
         """Return whether a chunk's tokens cannot be computed from their ids alone."""
@@ -276,9 +363,14 @@ class Admission:
 
     def instructions(self, scheduled: SchedulerOutput) -> StepInstructions:
         """Return the workers' instructions for a step."""
-        made = StepInstructions()
-        if not self._tracked and not self._exports:
-            return made
+        made, admitted = StepInstructions(), set(self._admitted)
+        if self._tracked or self._exports:
+            self._instruct(made, scheduled)
+        if self.shared is not None:
+            made.loads = self.shared.end_step(admitted)
+        return made
+
+    def _instruct(self, made: StepInstructions, scheduled: SchedulerOutput) -> None:
         for request in scheduled.preempted_req_ids & self._unfinished.keys():
             self._tracked[request].blocks = []
         if self._admitted or self._unfinished:
@@ -290,7 +382,6 @@ class Admission:
                 self._step(self._tracked[request], made, before[request], frontier)
         elif not scheduled.num_scheduled_tokens and not self._failed and (self._exports or self._reading()):
             self._host.wait(IDLE_SECONDS)  # vLLM steps on, without a pause, until they are done
-        return made
 
     def _reading(self) -> bool:
         """Return whether a link cannot start before files are read. With pipeline parallelism, links that answer may
@@ -302,6 +393,9 @@ class Admission:
     def _step(self, tracked: TrackedRequest, made: StepInstructions, before: int, frontier: int) -> None:
         request, length = tracked.request.request_id, tracked.request.num_prompt_tokens
         external = self._admitted.pop(request, None)
+        if tracked.shared:
+            self._start_shared(tracked, made, before)
+            return
         if external is not None:
             tracked.complete = before >= length
             if tracked.hit is None:
@@ -321,11 +415,38 @@ class Admission:
             self._exports.add(request)
             self._unfinished.pop(request)
 
+    def _start_shared(self, tracked: TrackedRequest, made: StepInstructions, before: int) -> None:
+        order, request = tracked.order, tracked.request.request_id
+        tracked.rows = np.concatenate([np.arange(lo, hi) for lo, hi in order.rows])
+        tracked.hit = int(tracked.rows[before]) if before < len(tracked.rows) else order.length
+        pinned = self.shared.pinned(request)
+        tracked.loaded = sum(one.source is not None for one in pinned.values())
+        found = tuple(spans(order, pinned))
+        made.shared[request] = SharedStart(order.length, order.rows, found, tracked.chunks)
+        if tracked.load is not None:
+            tracked.load_seconds = tracked.load.seconds or 0.0
+            self._host.release(tracked.load)
+        tracked.load, tracked.loading = None, frozenset()
+
+    def preempted(self, request: Request) -> None:
+        """Unpin what a request maps that vLLM preempts, within the loop that looks for blocks."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is not None and tracked.shared:
+            self._withdraw(tracked)
+
+    def _lose(self, blocks: tuple[int, ...], reason: EndReason) -> None:
+        """End the requests that map a chunk which could not be loaded; what they computed is not found again."""
+        for request in self.shared.forget(blocks):
+            self.manager.evict_blocks(set(self.manager.get_block_ids(request)[0]))
+            self.fail(self._tracked[request], *reason)
+
     def executed(self, report: StepReport | None) -> dict[str, TrackedRequest]:
         """Record the workers' report of a step; return the requests that must end now, by id."""
         for request, fault in (report.faults if report else {}).items():
             if request in self._tracked:
                 self.fail(self._tracked[request], *fault)
+        for blocks, reason in (report.lost if report else {}).items():
+            self._lose(blocks, reason)
         for request, seconds in (report.placed if report else {}).items():
             tracked = self._tracked.get(request)
             if tracked is not None and tracked.fault is None:
@@ -382,6 +503,19 @@ class Admission:
         self._admitted.pop(tracked.request.request_id, None)
         if tracked.load is not None:
             self._host.release(tracked.load)
+        if tracked.shared and self.shared is not None:
+            self.shared.release(tracked.request.request_id)
+            tracked.load, tracked.loading = None, frozenset()
+
+
+def _check_base(number: int, ref: ChunkRef, base: int) -> None:
+    if ref.base != base:
+        raise BadOrder(f"chunk {number} has base {ref.base}, but what precedes it ends at {base}")
+
+
+def _check_extent(order: LinkOrder, extent: int) -> None:
+    if extent != order.extent:
+        raise BadOrder(f"the order has extent {order.extent}; its parts add up to {extent}")
 
 
 def _image_ids(config: VllmConfig) -> frozenset[int] | None:

@@ -12,7 +12,8 @@ Settings in ``kv_connector_extra_config``: ``folders`` (absolute; chunk files ar
 below them and nowhere else), ``host_bytes`` (most bytes of chunk KV in host memory), ``patience`` (seconds a link waits
 for its files before late chunks are computed), ``readers`` (threads that read files), ``parent`` (a process id: vLLM
 ends when that process has ended), ``packet`` (absolute path of the model's adapter, ``mpic.packet.adapter``),
-``packet_digest`` (the adapter's digest: with another adapter in that file, vLLM does not start).
+``packet_digest`` (the adapter's digest: with another adapter in that file, vLLM does not start), ``sharing`` (accept
+orders whose chunks lie in the paged cache once for all requests, ``shared_chunks``).
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ DEFAULTS = {
     "most_rows": 1024,
     "packet": "",
     "packet_digest": "",
+    "sharing": False,
 }
 
 
@@ -86,6 +88,7 @@ class MPICConnector(KVConnectorBase_V1, SupportsHMA):
                 settings["patience"],
                 settings["most_rows"],
                 0 if adapter is None else len(adapter),
+                settings["sharing"],
             )
         else:
             self._exporter = KVExporter()
@@ -119,6 +122,10 @@ class MPICConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         self._admission.admitted(request, num_external_tokens)
+
+    def preempted(self, request: Request) -> None:
+        """Record that vLLM preempts a request and looks for blocks."""
+        self._admission.preempted(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepInstructions:
         return self._admission.instructions(scheduler_output)
@@ -169,7 +176,7 @@ class MPICConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> StepReport | None:
         report = self._runner.report
-        if not report.placed and not report.faults:
+        if not (report.placed or report.faults or report.lost):
             return None
         self._runner.report = StepReport()
         return report
@@ -196,6 +203,8 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
         "packet": str,
         "packet_digest": str,
     }
+    if not isinstance(settings["sharing"], bool):
+        raise ConfigError(f"kv_connector_extra_config: sharing cannot be {settings['sharing']!r}")
     for name, kind in kinds.items():
         value = settings[name]
         least = name in ("readers", "most_rows")

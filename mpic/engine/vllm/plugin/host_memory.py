@@ -61,6 +61,12 @@ class CachedFile:
         """True while it is not known whether its inputs can be used."""
         return self.state == "reading" and self.inputs is None
 
+    def without_kv(self) -> CachedFile:
+        """Return what is known of the chunk, without its KV in host memory."""
+        known = CachedFile(self.path, self.key, self.tokens)
+        known.file, known.inputs, known.sink, known.state = self.file, self.inputs, self.sink, self.state
+        return known
+
     def slice_kv(self, layers: range, heads: range) -> Sequence[torch.Tensor]:
         """Return ``[2, heads, n, head_dim]`` for each layer; in another process as a mapping of the file, of which
         every layer has been verified by this process.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpic.engine.vllm.wire import FIRST_SOFT, BadOrder, CompileOrder, Order
+from mpic.engine.vllm.wire import FIRST_SOFT, BadOrder, CompileOrder, LinkOrder, Order, mapped
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
+
+    from mpic.engine.vllm.plugin.shared_chunks import SharedChunks
 
 
 def check_request(request: Request, order: Order | None, soft: int) -> None:
@@ -37,6 +39,40 @@ def check_request(request: Request, order: Order | None, soft: int) -> None:
         raise BadOrder(
             "prompt log-probabilities are not known for a link: not all of its tokens are computed"
         )
+
+
+def check_shared(
+    request: Request, order: LinkOrder, chunks: SharedChunks | None, context: int, most_rows: int
+) -> None:
+    """Check that a request can map resident chunks. To vLLM its prompt is its own tokens alone, so what vLLM checks or
+    counts over whole prompts is checked or refused here.
+
+    Args:
+        chunks: None where nothing is shared.
+        context: positions that the model has.
+        most_rows: most ranges that a link may map.
+
+    Raises:
+        BadOrder: it cannot.
+    """
+    if chunks is None:
+        raise BadOrder("this engine shares no chunks: start it with the connector's setting sharing")
+    if order.length + request.max_tokens > context:
+        raise BadOrder(
+            f"a prompt of {order.length} tokens and an answer of {request.max_tokens} are more than {context}"
+        )
+    params = request.sampling_params
+    if params is not None and params.repetition_penalty != 1.0:
+        raise BadOrder(
+            "a repetition penalty counts the tokens of the whole prompt, which a shared link has not"
+        )
+    parts = list(mapped(order))
+    if len(parts) > most_rows:
+        raise BadOrder(f"a shared link maps {most_rows} ranges at most, not {len(parts)}: have it copied")
+    names = {(order.chunks[number].key, order.chunks[number].length) for number, *_ in parts}
+    blocks = sum(chunks.blocks(tokens) for _, tokens in names) + chunks.blocks(order.own + request.max_tokens)
+    if blocks > chunks.room():
+        raise BadOrder(f"the prompt and its chunks need {blocks} blocks, and the cache has {chunks.room()}")
 
 
 def _check_ids(request: Request, soft: int) -> None:

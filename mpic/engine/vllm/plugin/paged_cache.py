@@ -130,16 +130,17 @@ class PagedCache:
         first, last = lo // self.block, -(-hi // self.block)
         within = slice(lo - first * self.block, hi - first * self.block)
         pages = self.attention[number].kv_cache[blocks[first:last]]
-        return torch.stack([part[:, within] for part in self._halves(pages)])
+        return torch.stack([part[:, within] for part in halves(pages, self.on_cpu)])
 
-    def _halves(self, pages: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield keys, then values ``[heads, tokens, head_dim]`` of ``pages [blocks, heads, block, 2 * head_dim]``."""
-        count, heads, size, width = pages.shape
-        if self.on_cpu:
-            halves = pages.reshape(count, heads, 2, size * width // 2)
-            keys = halves[:, :, 0].view(count, heads, width // 2, size).permute(1, 0, 3, 2)
-            values = halves[:, :, 1].view(count, heads, size, width // 2).permute(1, 0, 2, 3)
-        else:
-            keys, values = (half.permute(1, 0, 2, 3) for half in pages.chunk(2, -1))
-        for half in (keys, values):
-            yield half.reshape(heads, count * size, width // 2)
+
+def halves(pages: torch.Tensor, on_cpu: bool) -> Iterator[torch.Tensor]:
+    """Yield keys, then values ``[heads, tokens, head_dim]`` of ``pages [blocks, heads, block, 2 * head_dim]``."""
+    count, heads, size, width = pages.shape
+    if on_cpu:
+        halves = pages.reshape(count, heads, 2, size * width // 2)
+        keys = halves[:, :, 0].view(count, heads, width // 2, size).permute(1, 0, 3, 2)
+        values = halves[:, :, 1].view(count, heads, size, width // 2).permute(1, 0, 2, 3)
+    else:
+        keys, values = (half.permute(1, 0, 2, 3) for half in pages.chunk(2, -1))
+    for half in (keys, values):
+        yield half.reshape(heads, count * size, width // 2)

@@ -7,6 +7,9 @@ backend each run of neighbours [a, b) is a row of its own with the request's blo
 ``seq_len = b``. Because fresh keys and values are written before each layer's attention, the backend's causal mask is
 the mask of selective attention.
 
+A link that maps resident chunks (``SharedLink``) is simpler: vLLM's sequence is its own tokens, and only their
+positions are replaced. Its rows go to ``span_attention``.
+
 The sequence index of a computed token is never above that of the scheduled token it replaces, so a step needs no block
 that is not allocated yet, and chunks are placed up to the end of the step's scheduled tokens, its *frontier*.
 
@@ -31,13 +34,15 @@ from torch import nn
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from mpic.engine.vllm.plugin.active_link import ActiveLink
+from mpic.engine.vllm.plugin.active_link import ActiveLink, SharedLink
 from mpic.engine.vllm.plugin.key_rotation import KeyRotation
 from mpic.engine.vllm.plugin.kv_import import PagedWrite, place_on_cpu
 from mpic.engine.vllm.plugin.paged_cache import PagedCache
 from mpic.engine.vllm.plugin.placement import Placement, TransferBuffers
-from mpic.engine.vllm.plugin.step_messages import EndReason, StepReport
+from mpic.engine.vllm.plugin.shared_rows import SpanMetadata
+from mpic.engine.vllm.plugin.step_messages import ChunkFill, EndReason, StepReport
 from mpic.errors import CorruptFile
+from mpic.kernels.paged_spans import SharedRows
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -52,12 +57,12 @@ class LinkedRequest(NamedTuple):
     Args:
         row: its number in the batch.
         offset: its first token in the batch.
-        tokens: ``[n]`` sequence indices that are computed in place of the scheduled ones.
+        tokens: ``[n]`` places of the tokens that are computed: for a link that copies, in place of the scheduled ones.
     """
 
     row: int
     offset: int
-    link: ActiveLink
+    link: ActiveLink | SharedLink
     tokens: np.ndarray
 
 
@@ -67,14 +72,18 @@ class LinkStep:
 
     Args:
         links: the requests with links.
-        owners: ``[rows]`` numbers of their requests in the batch.
+        owners: ``[rows]`` numbers of their requests in the batch, of those that do not map resident chunks.
         queries, ends: ``[rows]`` int32 query and sequence lengths.
+        shared: the rows of those that do.
+        others: ``[n]`` int64 tokens of the step that are not theirs.
     """
 
     links: list[LinkedRequest]
     owners: np.ndarray
     queries: np.ndarray
     ends: np.ndarray
+    shared: list[SharedRows]
+    others: torch.Tensor
 
 
 class PromptInputs(NamedTuple):
@@ -106,7 +115,7 @@ class LinkRunner:
     vllm_config: VllmConfig
     attn_groups: list[list[Any]]
 
-    _links: dict[str, ActiveLink]
+    _links: dict[str, ActiveLink | SharedLink]
     _step: LinkStep | None = None
     _placement: Placement | None = None
     _placing: frozenset[str] = frozenset()
@@ -149,20 +158,34 @@ class LinkRunner:
         instructions = scheduler_output.kv_connector_metadata
         if instructions is None:  # vLLM warms up its kernels with steps that come from no scheduler
             return
+        for load in instructions.loads:
+            self._make_resident(load)
+        for request, begun in instructions.shared.items():
+            try:
+                self._links[request] = SharedLink(begun, self.rotation)
+            except Exception as error:  # in another process the file can be gone by now
+                self._fail(request, error)
         for request, start in instructions.links.items():
             try:
                 self._links[request] = ActiveLink(start, self.paged)
-            except Exception as error:  # in another process the file can be gone by now
+            except Exception as error:  # as above
                 self._fail(request, error)
+
+    def _make_resident(self, load: ChunkFill) -> None:
+        """Write a chunk into its own blocks, with keys as they were compiled."""
+        try:
+            kv, tokens = load.file.slice_kv(self.paged.layers, self.paged.heads), load.file.tokens
+            slots = self.paged.slots(torch.tensor(load.blocks), torch.arange(tokens))
+            place_on_cpu(self.paged, self.rotation, [PagedWrite(kv, slice(0, tokens), tokens, 0, slots)])
+        except Exception as error:
+            logger.exception("chunk %s cannot be placed", load.key)
+            self.report.lost[load.blocks] = _reason(error)
 
     def _fail(self, request: str, error: Exception) -> None:
         logger.exception("the link of request %s cannot be placed", request)
         self._links.pop(request, None)
         self.report.placed.pop(request, None)
-        code = "internal_error"
-        if isinstance(error, (CorruptFile, OSError)):
-            code = "missing" if isinstance(error, FileNotFoundError) else "corrupt"
-        self.report.faults[request] = EndReason.of(error, code, f"a chunk could not be placed: {error!r}")
+        self.report.faults[request] = _reason(error)
 
     def plan_step(
         self, requests: Sequence[str], scheduled: np.ndarray, computed: np.ndarray
@@ -180,9 +203,17 @@ class LinkRunner:
         if not self._links:
             return None
         offsets = np.cumsum(scheduled) - scheduled
-        links, writes, owners, queries, ends = [], [], [], [], []
+        links, shared, writes, owners, queries, ends = [], [], [], [], [], []
+        others = np.ones(int(scheduled.sum()), bool)
         for row, request in enumerate(requests):
             count, lo, link = int(scheduled[row]), int(computed[row]), self._links.get(request)
+            if isinstance(link, SharedLink):
+                rows = slice(int(offsets[row]), int(offsets[row]) + count)
+                links.append(LinkedRequest(row, rows.start, link, link.tokens(lo, lo + count)))
+                held = self.block_ids(request)[: -(-(lo + count) // self.paged.block)]
+                shared.append(SharedRows(rows, lo, np.array(held, np.int32), link.spans))
+                others[rows] = False
+                continue
             if link is None or lo >= link.length:
                 runs = [(lo + count, count)]
             else:
@@ -198,7 +229,8 @@ class LinkRunner:
         if not links:
             return None
         self._place(writes)
-        self._step = LinkStep(links, np.array(owners), np.array(queries, np.int32), np.array(ends, np.int32))
+        arrays = np.array(owners), np.array(queries, np.int32), np.array(ends, np.int32)
+        self._step = LinkStep(links, *arrays, shared, torch.from_numpy(np.flatnonzero(others)))
         return self._step
 
     def _advance(self, request: str, link: ActiveLink, frontier: int) -> list[tuple[str, PagedWrite]]:
@@ -271,7 +303,14 @@ class LinkRunner:
         """
         (group,) = self.attn_groups[0]
         owners, queries, ends = (torch.from_numpy(each) for each in (step.owners, step.queries, step.ends))
-        metadata = self.attention_metadata(owners, queries, ends, blocks, slots, positions)
+        if not step.shared:
+            metadata = self.attention_metadata(owners, queries, ends, blocks, slots, positions)
+        else:
+            stock, others = None, step.others
+            if len(owners):
+                rest = slots[others], positions[others]
+                stock = self.attention_metadata(owners, queries, ends, blocks, *rest)
+            metadata = SpanMetadata(stock, others, step.shared)
         return dict.fromkeys(group.layer_names, metadata)
 
     def attention_metadata(
@@ -352,3 +391,11 @@ class LinkRunner:
         if embeds:
             rows[rank[mask].to(self.device)] = torch.cat(list(embeds))
         return [rows], both
+
+
+def _reason(error: Exception) -> EndReason:
+    """Return why a request ends whose chunk could not be placed."""
+    code = "internal_error"
+    if isinstance(error, (CorruptFile, OSError)):
+        code = "missing" if isinstance(error, FileNotFoundError) else "corrupt"
+    return EndReason.of(error, code, f"a chunk could not be placed: {error!r}")

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
 
+from mpic.engine.vllm.plugin.active_link import SharedLink
 from mpic.engine.vllm.plugin.runner import LinkedRequest, LinkRunner, PromptInputs
 
 if TYPE_CHECKING:
@@ -51,6 +52,9 @@ class LinkRunnerV1(LinkRunner):
 
     def _init_mrope_positions(self, req_state: Any) -> None:
         link = self._links.get(req_state.req_id)
+        if isinstance(link, SharedLink):
+            req_state.mrope_positions, req_state.mrope_position_delta = link.own_positions()
+            return
         if link is not None:
             req_state.mrope_positions, req_state.mrope_position_delta = link.positions()
             return
@@ -69,11 +73,16 @@ class LinkRunnerV1(LinkRunner):
         computed = batch.num_computed_tokens_cpu[: batch.num_reqs]
         step = self.plan_step(batch.req_ids, num_scheduled_tokens, computed)
         if step is not None:
-            for linked in step.links:
+            copied = [linked for linked in step.links if not linked.link.shared]
+            for linked in copied:
                 self._move(linked)
-            query_start = self.query_start_loc.gpu[: batch.num_reqs + 1]
-            positions = self.positions[: int(num_scheduled_tokens.sum())]
-            batch.block_table.compute_slot_mapping(batch.num_reqs, query_start, positions)
+            if copied:
+                query_start = self.query_start_loc.gpu[: batch.num_reqs + 1]
+                positions = self.positions[: int(num_scheduled_tokens.sum())]
+                batch.block_table.compute_slot_mapping(batch.num_reqs, query_start, positions)
+            for _, offset, link, tokens in step.links:
+                if link.shared:  # its slots are those of vLLM's sequence, its positions those of the prompt
+                    self.positions[offset : offset + len(tokens)] = torch.from_numpy(tokens)
         return prepared
 
     def _move(self, linked: LinkedRequest) -> None:

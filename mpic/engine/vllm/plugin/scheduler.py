@@ -1,6 +1,7 @@
-"""vLLM's scheduler with five additions: users take turns (``turns``), a request that the connector gives up ends with
+"""vLLM's scheduler with six additions: users take turns (``turns``), a request that the connector gives up ends with
 an error that states the reason, every output of a link carries the connector's report, an image that is compiled stays
-encoded until its request ends, and an answer that goes on in a new request goes on in its grammar.
+encoded until its request ends, an answer that goes on in a new request goes on in its grammar, and the connector hears
+of a preemption while vLLM still looks for blocks.
 
 A KV connector can end requests only through failed blocks, after a step that computed them, and vLLM's output then
 carries no reason. A report that came with the last output alone would be lost to a caller who has seen enough and
@@ -53,6 +54,10 @@ class LinkScheduler(Scheduler):
             self.max_num_active_reqs += len(aside)
         self._turns.end(scheduled.num_scheduled_tokens, self.requests)
         return scheduled
+
+    def _preempt_request(self, request: Request, *args: Any, **options: Any) -> None:
+        super()._preempt_request(request, *args, **options)
+        self.connector.preempted(request)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

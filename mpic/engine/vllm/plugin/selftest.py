@@ -2,20 +2,25 @@
 
 It writes known keys and values through the very path that a link takes, and checks three things. They are read back as
 they were; a moved key is the one that vLLM's own rotary embedding computes at the new position; the attention backend
-computes with what was written. No list of devices, kernels and layouts could say so.
+computes with what was written, and, where chunks are shared, turns its query as keys would have been moved. No list of
+devices, kernels and layouts could say so.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
 from mpic.engine.vllm.plugin import transformers_rotary
 from mpic.engine.vllm.plugin.kv_import import PagedWrite, place_on_cpu
 from mpic.engine.vllm.plugin.placement import Placement
+from mpic.engine.vllm.plugin.shared_rows import SpanMetadata
 from mpic.errors import ModelRefused
+from mpic.kernels.attention import rotate
+from mpic.kernels.paged_spans import MappedSpan, SharedRows
 from mpic.kernels.reference import partial
 
 if TYPE_CHECKING:
@@ -32,10 +37,13 @@ MOVE = 37
 
 
 @torch.inference_mode()
-def self_test(runner: LinkRunner) -> None:
+def self_test(runner: LinkRunner, sharing: bool = False) -> None:
     """Test the path of a chunk into the paged cache and to the attention kernel.
 
     The cache must hold nothing yet; it is cleared afterwards.
+
+    Args:
+        sharing: the attention backend maps resident chunks, too.
 
     Raises:
         ModelRefused: the device does not compute with what was written through the path of a link.
@@ -65,6 +73,8 @@ def self_test(runner: LinkRunner) -> None:
             "a key placed at another position is not what vLLM's rotary gives",
         )
         _attend(runner, blocks, found, dtype)
+        if sharing:
+            _attend_shared(runner, blocks, found, dtype)
     finally:
         for layer in runner.paged.attention:
             layer.kv_cache.zero_()
@@ -131,6 +141,28 @@ def _attend(runner: LinkRunner, blocks: torch.Tensor, kv: torch.Tensor, dtype: t
             dtype,
             "the attention backend does not see what was placed",
             limit,
+        )
+
+
+def _attend_shared(runner: LinkRunner, blocks: torch.Tensor, kv: torch.Tensor, dtype: torch.dtype) -> None:
+    """Compare the attention of one row that maps the written tokens ``MOVE`` positions farther back, all but the first
+    one, with the definition over moved keys. Its own token is in a block of zeros."""
+    tokens, turn = kv.shape[3], runner.rotation.by(MOVE)
+    span = MappedSpan(blocks.numpy().astype(np.int32), 1, tokens, 0, runner.rotation.by(-MOVE))
+    rows = [SharedRows(slice(0, 1), 0, np.zeros(1, np.int32), [span])]
+    for layer, (keys, values) in zip(runner.paged.attention, kv, strict=True):
+        heads, width = layer.num_heads, keys.shape[-1]
+        query = torch.randn(1, heads, width, generator=torch.Generator().manual_seed(3)).to(dtype)
+        own = torch.zeros(1, len(keys), width, dtype=dtype)
+        output = torch.empty(1, heads, width, dtype=dtype)
+        metadata = SpanMetadata(None, torch.zeros(0, dtype=torch.int64), rows)
+        layer.impl.forward(layer, query, own, own, layer.kv_cache, metadata, output)
+        seen = [torch.cat([each[:, :1] * 0, each[:, 1:]], 1) for each in (rotate(keys, turn), values)]
+        expected, _ = partial(
+            query[:, :, None].float(), *(each[None] for each in seen), False, layer.impl.scale
+        )
+        _compare(
+            output[0].float(), expected[0, :, 0], dtype, "shared chunks are not attended to where they stand"
         )
 
 

@@ -54,6 +54,48 @@ class LinkStart:
     chunks: tuple[PlacedChunk, ...]
 
 
+class ResidentSpan(NamedTuple):
+    """A part of a resident chunk that a prompt maps.
+
+    Args:
+        blocks: the chunk's blocks of the paged cache, in order.
+        lo, hi: its tokens, half-open.
+        base: positions between those at which its keys were compiled and those in the prompt.
+        row: the first of the request's own tokens that sees it.
+    """
+
+    blocks: tuple[int, ...]
+    lo: int
+    hi: int
+    base: int
+    row: int
+
+
+@dataclass(frozen=True)
+class SharedStart:
+    """A link that maps resident chunks is admitted (or admitted again, after a preemption).
+
+    Args:
+        length: tokens of its prompt, of which ``rows`` are vLLM's whole sequence.
+        rows: half-open ranges that are computed, as in ``wire.LinkOrder``.
+        spans: what it maps, in prompt order.
+        chunks: all of the order's; their KV is not read from here.
+    """
+
+    length: int
+    rows: Ranges
+    spans: tuple[ResidentSpan, ...]
+    chunks: tuple[PlacedChunk, ...]
+
+
+class ChunkFill(NamedTuple):
+    """A chunk that becomes resident in this step: the digest of its key, its file, and its blocks in order."""
+
+    key: str
+    file: CachedFile
+    blocks: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class ChunkExport:
     """A prompt whose last tokens are computed in this step and whose KV is then exported.
@@ -73,9 +115,12 @@ class ChunkExport:
 
 @dataclass
 class StepInstructions(KVConnectorMetadata):
-    """The links that start and the chunks that are exported in one step, by request id."""
+    """The links that start and the chunks that are exported in one step, by request id, and those that become
+    resident."""
 
     links: dict[str, LinkStart] = field(default_factory=dict)
+    shared: dict[str, SharedStart] = field(default_factory=dict)
+    loads: list[ChunkFill] = field(default_factory=list)
     exports: dict[str, ChunkExport] = field(default_factory=dict)
 
 
@@ -86,10 +131,12 @@ class StepReport(KVConnectorWorkerMetadata):
     Args:
         placed: links whose chunks are all in the paged cache since this step, with the seconds that took.
         faults: requests that must end.
+        lost: blocks of chunks that could not be loaded, with the reason why.
     """
 
     placed: dict[str, float] = field(default_factory=dict)
     faults: dict[str, EndReason] = field(default_factory=dict)
+    lost: dict[tuple[int, ...], EndReason] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
         assert isinstance(other, StepReport)
@@ -97,4 +144,4 @@ class StepReport(KVConnectorWorkerMetadata):
             request: max(self.placed.get(request, 0.0), other.placed.get(request, 0.0))
             for request in {**self.placed, **other.placed}
         }
-        return StepReport(placed, {**other.faults, **self.faults})
+        return StepReport(placed, {**other.faults, **self.faults}, {**other.lost, **self.lost})

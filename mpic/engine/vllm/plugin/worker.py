@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
 import vllm
 from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group
@@ -26,6 +27,8 @@ from mpic.model.refusals import refuse_on_vllm
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+
+    from mpic.engine.vllm.plugin import span_attention
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
@@ -39,6 +42,11 @@ class LinkWorker(PlatformWorker):
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         refuse(vllm_config)
+        self._sharing = bool(vllm_config.kv_transfer_config.kv_connector_extra_config.get("sharing"))
+        if self._sharing:
+            refuse_sharing(vllm_config)
+        if current_platform.is_cpu():
+            span_attention.register(self._sharing)
         if vllm_config.kv_transfer_config.kv_connector_extra_config.get("parent"):
             end_with_parent(os.getppid())  # nothing else ends a worker that waits in a collective
             leave_interrupts_to(os.getppid())
@@ -46,6 +54,10 @@ class LinkWorker(PlatformWorker):
 
     def init_device(self) -> None:
         super().init_device()
+        if self._sharing and self.use_v2_model_runner:
+            raise ModelRefused(
+                "sharing chunks in vLLM: its first model runner is needed (VLLM_USE_V2_MODEL_RUNNER=0)"
+            )
         # vLLM's runners are made in different methods of its CPU and GPU workers; both are whole by now
         if self.use_v2_model_runner:
             from mpic.engine.vllm.plugin.runner_v2 import LinkRunnerV2 as LinkRunner
@@ -78,7 +90,11 @@ class LinkWorker(PlatformWorker):
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )
         runner.enable_links(PagedCache.of(self.vllm_config, context, block, backends))
-        self_test(runner)
+        if self._sharing and not all(map(span_attention.is_ours, runner.paged.attention)):
+            raise ModelRefused(
+                "sharing chunks in vLLM: its layers have another attention; switch vllm_sharing off"
+            )
+        self_test(runner, self._sharing)
         connector.attach(runner)
 
     def key_rotation(self) -> tuple[list[float], bool]:
@@ -117,6 +133,18 @@ def refuse(config: VllmConfig) -> None:
         if applies:
             raise ModelRefused(f"linking in vLLM: {reason}")
     refuse_on_vllm(model.hf_config, model.hf_text_config)
+
+
+def refuse_sharing(config: VllmConfig) -> None:
+    """Raise ModelRefused for settings with which chunks are not shared yet (``shared_chunks``)."""
+    reasons = {
+        "only the CPU build has its attention": not current_platform.is_cpu(),
+        "several workers are not supported": config.parallel_config.world_size > 1,
+        "the model must run in float32": config.model_config.dtype != torch.float32,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ModelRefused(f"sharing chunks in vLLM: {reason}; switch vllm_sharing off")
 
 
 def _only_full_attention(cache: KVCacheConfig, config: VllmConfig) -> int:
