@@ -225,12 +225,19 @@ def build(uploads: Uploads) -> gr.Blocks:
 
         timer.tick(library.refresh, None, [listed, timer], **QUIET)
         add.upload(library.add, [add], [listed, timer, add], **RAW)
-        listed.act(library.act, None, [listed, timer, shown, file_id, handle, tabs, naming], **QUIET)
+        # by default a button that is pressed while another's event runs does nothing
+        listed.act(
+            library.act,
+            None,
+            [listed, timer, shown, file_id, handle, tabs, naming],
+            trigger_mode="multiple",
+            **QUIET,
+        )
         rename.click(library.rename, [file_id, handle], [listed, timer], **QUIET)
         references_tab.select(library.references, None, [found], **QUIET)
         gr.on([search.click, query.submit], library.search, [query, similar], [found], **RAW)
         put.click(library.add_reference, [new, title, description], [found, new, title, description], **RAW)
-        found.act(library.act_reference, None, [found, reference, tabs], **QUIET)
+        found.act(library.act_reference, None, [found, reference, tabs], trigger_mode="multiple", **QUIET)
 
         money = [days, scope, price]
         gr.on(

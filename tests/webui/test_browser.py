@@ -286,6 +286,7 @@ def test_a_file_is_opened_renamed_and_deleted(fake, open_page):
     page.click("#rename")
     page.wait_for_selector("#library [data-handle='FILE#PAPER']")
     page.click("[data-do=prefetch]")
+    page.wait_for_selector("text=is brought near to the device")
     page.click("[data-do=pin]")
     page.wait_for_selector("[data-do=unpin]")
     page.wait_for_selector("#library [data-handle='FILE#PAPER']:has-text('pinned')")
