@@ -277,7 +277,7 @@ def muted(template: ChatTemplate, token: str) -> Iterator[None]:
             logits[:, banned] = float("-inf")
         return Drawing(logits, *rest)
 
-    module.Drawing = drawing  # ty: ignore[invalid-assignment]
+    module.Drawing = drawing  # ty: ignore[invalid-assignment] (put back below)
     try:
         yield
     finally:

@@ -21,7 +21,7 @@ from mpic.errors import IntegrityError
 from mpic.model.identity import fingerprint
 from mpic_lab.train.tower_model import Caption, Tower, vision_config
 from mpic_lab.train.tower_run import Say, Settings, Stage, weights_of
-from mpic_lab.train.tower_stages import Answers, Join, Reader, Sight, Words
+from mpic_lab.train.tower_stages import Answers, Join, Reader, Sight, WordStage
 
 
 class TowerTrainer:
@@ -55,7 +55,7 @@ class TowerTrainer:
     def _stage(self, name: str) -> Stage:
         settings, reader = self.settings, self.reader
         if name == "words":
-            return Words(settings, reader)
+            return WordStage(settings, reader)
         tower = self._tower()
         if name == "sight":
             return Sight(settings, tower)

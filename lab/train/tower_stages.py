@@ -105,7 +105,7 @@ def under(name: str, module: nn.Module) -> dict[str, nn.Parameter]:
     return {f"{name}.{key}": p for key, p in module.named_parameters()}
 
 
-class Words(Stage):
+class WordStage(Stage):
     """Stage 1: vectors of words that the language model reads."""
 
     def __init__(self, settings: Settings, reader: Reader) -> None:

@@ -96,7 +96,7 @@ def unreadable(error: OSError) -> StorageFailed:
     return StorageFailed(f"the file cannot be read from the disk ({error.strerror})")
 
 
-class _Reader(io.RawIOBase):
+class _FileStream(io.RawIOBase):
     """A ``StoredFile`` as decoders read it. To them it ends where it cannot be read, because they would take an error
     for a fault of the content; ``fault`` tells."""
 
@@ -128,7 +128,7 @@ class _Reader(io.RawIOBase):
 
 class _Buffered(io.BufferedReader):
     def __init__(self, file: StoredFile) -> None:
-        super().__init__(_Reader(file), PIECE)
+        super().__init__(_FileStream(file), PIECE)
         self._size = len(file)
 
     def read(self, size: int | None = -1, /) -> bytes:

@@ -316,6 +316,7 @@ UPLOAD = {
     "split": {"mode": "fixed", "tokens": 2, "overlap": 1},
     "press": "x",
     "ttl": 2,
+    "kv_ttl": 2,
 }
 BODIES = {
     requests.ChatRequest: CHAT,
@@ -342,8 +343,9 @@ BODIES = {
     },
     requests.UploadCreate: UPLOAD,
     requests.UploadComplete: {"part_ids": ["x", "y"], "md5": "0" * 32},
-    requests.CacheChange: {"ttl": 2},
-    requests.FileChange: {"ttl": 2, "handle": "x"},
+    requests.CacheChange: {"ttl": 2, "kv_ttl": 2, "pinned": True},
+    requests.FileChange: {"ttl": 2, "handle": "x", "kv_ttl": 2, "pinned": True},
+    requests.ReferenceChange: {"ttl": 2, "pinned": True},
     requests.ReferenceSearch: {
         "query": "x",
         "image": "x",
