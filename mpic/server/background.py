@@ -27,7 +27,6 @@ from mpic.errors import (
 from mpic.http.errors import INTERNAL
 from mpic.library.records import SHARED
 from mpic.link import BARE, named_policy
-from mpic.server.sync import SyncJob
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from mpic.kv.chunk import Chunk
     from mpic.library import File, Reference
     from mpic.server.state import State
+    from mpic.server.sync import SyncJob
 
 AT_ONCE = 32
 """Chunks that are given to the engine at a time, which batches them. Clips do not count: decoding one takes minutes."""
@@ -89,8 +89,10 @@ class BackgroundJobs:
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending = threading.Event()
         search = state.config.retrieval
-        self.sync = None
+        self.sync: SyncJob | None = None
         if search.sync_references:
+            from mpic.server.sync import SyncJob  # most servers have none, and need not wait for its imports
+
             source = search.sync_references, search.sync_seconds
             self.sync = SyncJob(
                 self.library, self.engine, *source, self.compile_reference, self._ending.is_set

@@ -139,7 +139,7 @@ def test_files_of_a_catalogue_before_clips_keep_their_kinds_and_what_refers_to_t
         old.setattr(database, "MIGRATIONS", database.MIGRATIONS[:3])
         # what later steps added, which the steps above do not have
         insert = lambda db, table, values: insert_row(
-            db, table, {k: v for k, v in values.items() if k not in ("format", "pages")}
+            db, table, {k: v for k, v in values.items() if k not in ("format", "pages", "kv_ttl")}
         )
         old.setattr(file_rows, "insert_row", insert)
         with Library.open(tmp_path / "library") as library:

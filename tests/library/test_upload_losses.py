@@ -103,7 +103,9 @@ def test_a_full_disk_fails_the_upload_and_nothing_else(open_library):
 def test_everything_is_there_after_a_restart(open_library):
     library = open_library()
     add = library.files.add
-    files = [add("ann", encoded(picture(i)), f"{i}.png", f"H{i}", i * 100 or None) for i in range(4)]
+    files = [
+        add("ann", encoded(picture(i)), f"{i}.png", f"H{i}", expires_after=i * 100 or None) for i in range(4)
+    ]
     library.close()
     library = open_library()
     assert not any(library.recovered.values())

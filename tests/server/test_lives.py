@@ -166,7 +166,6 @@ async def test_a_server_keeps_its_references_in_step_with_a_folder(tmp_path, tem
     async with fake_server(tmp_path / "library", template, config=config) as server:
 
         async def synced(*ids):
-            await server.http.post("/v1/references/sync")
             listed = (await server.http.get("/v1/references")).json()["data"]
             state = (await server.http.get("/v1/references/sync")).json()
             done = {one["id"] for one in listed} == set(ids) and not state["running"]
@@ -178,6 +177,7 @@ async def test_a_server_keeps_its_references_in_step_with_a_folder(tmp_path, tem
         await wait_until(lambda: len(server.engine.compiled) == 1)
         (folder / "b.txt").write_text("b")
         (folder / "a.txt").unlink()
+        await server.http.post("/v1/references/sync")
         await wait_until(lambda: synced("ref_b.txt"))
         assert [chunk.owner for chunk in server.engine.forgotten] == ["@shared"]
 

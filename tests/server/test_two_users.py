@@ -74,10 +74,9 @@ def test_users_do_not_see_engine_counters_and_their_programs_still_work(keyed):
         assert health.ready and health.policies and not health.engine.model_dump(exclude_none=True)
         with pytest.raises(Forbidden):
             client.metrics()
-    for command, words in (("models", "ready"), ("chat", "policy")):
-        arguments = [command, "--url", url, "--api-key", secret]
-        result = CliRunner().invoke(cli.app, arguments, input="/quit\n")
-        assert result.exit_code == 0 and words in result.stdout, result.output
+    for command, words in ((["models"], "ready"), (["chat", "-m", "Hello"], "first token")):
+        result = CliRunner().invoke(cli.app, [*command, "--url", url, "--api-key", secret])
+        assert result.exit_code == 0 and words in result.output, result.output
 
 
 def test_a_user_does_not_see_or_list_the_other_users_data(two, hers):

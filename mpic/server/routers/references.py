@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from fastapi import APIRouter, File, Form, Query, Request, Response, UploadFile
 from PIL import Image
@@ -29,7 +29,9 @@ from mpic.server.auth import AdminUser, CurrentUser
 from mpic.server.json_routes import JSONRoute, parse
 from mpic.server.routers.common import PARTS, After, Order, T, download, form_fields, listed, shown
 from mpic.server.state import State, StateDep
-from mpic.server.sync import SyncJob
+
+if TYPE_CHECKING:
+    from mpic.server.sync import SyncJob
 
 router = APIRouter(prefix="/v1/references", tags=["references"], route_class=JSONRoute)
 
