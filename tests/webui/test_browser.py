@@ -28,8 +28,8 @@ from mpic.keys import KeyLimits
 
 ANSWER = "The tower is taller than the museum – by far."
 LONG = 25
-"""Repetitions of an answer that is stopped. With half a second for a word it takes longer than a slow browser needs to
-press a button; it has fewer words than the page asks for."""
+"""Repetitions of an answer that is stopped. With half a second for a word, or more, it takes longer than a slow browser
+needs to press a button; it has fewer words than the page asks for."""
 
 
 def test_files_that_are_dropped_get_handles_and_are_asked_about(fake, open_page, tmp_path):
@@ -74,7 +74,7 @@ def test_comparing_answers_again_without_reuse_and_marks_what_differs(fake, open
 
 
 def test_an_answer_is_stopped_and_what_was_written_is_kept(fake, open_page):
-    fake.engine.pause, fake.engine.answer = 0.5, " ".join([ANSWER] * LONG)
+    fake.engine.pause, fake.engine.answer = 1.5, " ".join([ANSWER] * LONG)
     page = open_page(fake.url)
     begin(page, "Tell me")
     page.click("#stop")
