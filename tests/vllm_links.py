@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 import vllm_kit as kit
-from engine_kit import select
+from engine_kit import ids, image_chunk, prompt_of, select, text_chunk
+from families import random_image
 from oracle import Oracle
 
 from mpic.engine.accounting import segment_shapes
@@ -222,3 +223,17 @@ def replaced(order: LinkOrder, chunk: int, **fields: Any) -> LinkOrder:
     refs = list(order.chunks)
     refs[chunk] = ChunkRef(**{**refs[chunk]._asdict(), **fields})
     return LinkOrder(order.length, order.extent, order.rows, tuple(refs))
+
+
+def chunks_of(name: str):
+    """Return two chunks and a document between them; the chunks are images if the family has images."""
+    document = text_chunk(ids(7, 41))
+    if name in kit.VISION:
+        return image_chunk(random_image(1)), document, image_chunk(random_image(2, 72, 40))
+    return text_chunk(ids(8, 57)), document, text_chunk(ids(9, 33))
+
+
+def prompt_for(name: str):
+    """Return a prompt of several blocks with one chunk at two places and two chunks side by side."""
+    a, b, c = chunks_of(name)
+    return prompt_of([1, *ids(1, 26)], a, ids(2, 3), b, c, ids(3, 2), a, ids(4, 14))

@@ -82,7 +82,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Picture:
-    """What a picture shows."""
+    """A drawn picture: its background and the objects on it."""
 
     ground: str
     things: tuple[Thing, ...]

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,7 +70,7 @@ class TowerRefused(TrainingDataError):
     code = "training_refused"
 
 
-class Stage:
+class Stage(ABC):
     """A stage: its parameters, and what a step does.
 
     Args:
@@ -90,13 +91,13 @@ class Stage:
         self.steps = settings.steps[name]
         self.file = settings.out / f"{name}.safetensors"
 
+    @abstractmethod
     def loss(self, rng: random.Random) -> torch.Tensor:
-        """Return the loss of a new batch."""
-        raise NotImplementedError
+        """Return the loss of a new batch, a scalar."""
 
+    @abstractmethod
     def scores(self) -> dict[str, float]:
-        """Return what is held out, measured."""
-        raise NotImplementedError
+        """Return the shares of held-out questions that are answered right, by kind."""
 
     def run(self, until: float, say: Say) -> bool:
         """Take steps until all are done, or until a time; return whether they are done."""

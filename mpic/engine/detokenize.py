@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 from mpic.engine.base import GenerationRequest, TokenLogprob
@@ -172,7 +173,7 @@ class _Raw(Detokenizer):
         return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-class OpeningDetokenizer(Detokenizer):
+class OpeningDetokenizer(Detokenizer, ABC):
     """A ``Detokenizer`` that holds back the beginning of an answer until it is known whether it is a call. A call is
     reported and not shown: ``call`` is its text, with that of the token that ends answers if it was such a one."""
 
@@ -215,11 +216,11 @@ class OpeningDetokenizer(Detokenizer):
         return hidden
 
     _once = False
-    """Whether an answer makes one call at most."""
+    """True if an answer makes one call at most."""
 
+    @abstractmethod
     def _asks(self, ended: bool, logprob: TokenLogprob | None) -> bool | None:
         """Return whether what was ``_seen`` is a call; None: not known yet."""
-        raise NotImplementedError
 
     def _calling(self) -> bool:
         """Return whether what was ``_seen`` is the beginning of a call."""

@@ -55,7 +55,7 @@ class UploadOutcome(NamedTuple):
 
 
 class UploadTerms(TypedDict, total=False):
-    """What an upload may ask for besides its name.
+    """The options of an upload.
 
     Args:
         expires_after: seconds until it expires; None: never.

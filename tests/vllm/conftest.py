@@ -103,3 +103,18 @@ def rotation(rotary):
     from mpic.engine.vllm.plugin.key_rotation import KeyRotation
 
     return KeyRotation(nn.ModuleList([rotary]))
+
+
+@pytest.fixture
+def preempted(monkeypatch):
+    """Count how often vLLM preempts a request."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    counted, preempt = [], Scheduler._preempt_request
+
+    def counting(self, request, *rest, **options):
+        counted.append(request.request_id)
+        return preempt(self, request, *rest, **options)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", counting)
+    return counted

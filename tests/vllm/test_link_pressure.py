@@ -32,21 +32,6 @@ def linker(request, tmp_path_factory):
         yield Linker(llm, request.param, files)
 
 
-@pytest.fixture
-def preempted(linker, monkeypatch):
-    """Count how often vLLM preempts a request."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    counted, preempt = [], Scheduler._preempt_request
-
-    def counting(self, request, *rest, **options):
-        counted.append(request.request_id)
-        return preempt(self, request, *rest, **options)
-
-    monkeypatch.setattr(Scheduler, "_preempt_request", counting)
-    return counted
-
-
 def core(linker):
     return linker.llm.llm_engine.engine_core.engine_core
 

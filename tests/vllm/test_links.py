@@ -7,10 +7,9 @@ import copy
 import pytest
 import torch
 import vllm_kit as kit
-from engine_kit import ids, image_chunk, prompt_of, text_chunk
-from families import random_image
+from engine_kit import ids, prompt_of
 from oracle import Oracle
-from vllm_links import BOS, Linker, assert_close, engine, random_adapter
+from vllm_links import BOS, Linker, assert_close, chunks_of, engine, prompt_for, random_adapter
 
 from mpic.link import BARE, Wrapping
 from mpic.model.loaded import LoadedModel
@@ -28,20 +27,6 @@ def linker(request, tmp_path_factory):
     soft.save(path)
     with engine(kit.checkpoint(request.param), files, {"packet": str(path)}) as llm:
         yield Linker(llm, request.param, files, soft)
-
-
-def chunks_of(name: str):
-    """Return two chunks and a document between them; the chunks are images if the family has images."""
-    document = text_chunk(ids(7, 41))
-    if name in kit.VISION:
-        return image_chunk(random_image(1)), document, image_chunk(random_image(2, 72, 40))
-    return text_chunk(ids(8, 57)), document, text_chunk(ids(9, 33))
-
-
-def prompt_for(name: str):
-    """Return a prompt of several blocks with one chunk at two places and two chunks side by side."""
-    a, b, c = chunks_of(name)
-    return prompt_of([1, *ids(1, 26)], a, ids(2, 3), b, c, ids(3, 2), a, ids(4, 14))
 
 
 @pytest.mark.parametrize("policy", POLICIES)

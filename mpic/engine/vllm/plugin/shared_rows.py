@@ -16,7 +16,7 @@ class SpanMetadata:
     """The attention metadata of a step with rows that map resident chunks.
 
     Args:
-        stock: vLLM's own, of the other rows; None if there are none.
+        stock: vLLM's own metadata of the other rows; None if every row maps chunks.
         index: ``[m]`` int64 numbers of those in the step.
         shared: the rows that map chunks, by request.
     """
