@@ -87,14 +87,28 @@ def run(
         int | None,
         typer.Option(min=1, help="of every cell, in place of the file's; more may be asked for later"),
     ] = None,
+    stand_in: Annotated[
+        bool,
+        typer.Option(
+            "--stand-in", help="generate the files that tasks read, and leave out what has no adapter"
+        ),
+    ] = False,
 ) -> None:
     """Ask every question under every policy; then write the report."""
     from mpic_lab.eval.config import load_eval_config
     from mpic_lab.eval.judge import Grader, judge_run, refuse_other_judge
     from mpic_lab.eval.run import Evaluator
+    from mpic_lab.eval.run_facts import record_fact
+    from mpic_lab.eval.stand_in import with_stand_ins
 
     settings = load_eval_config(config, model, questions=questions, packet=packet)
+    notes: list[str] = []
+    if stand_in:
+        settings, notes = with_stand_ins(settings, out, load_eval_config(config).model)
+        typer.echo("\n".join(notes))
     evaluator = Evaluator(settings, out)
+    if notes:
+        record_fact(out, "stand_in", notes, "over other data")
     columns = (
         TextColumn("{task.description:28}"),
         BarColumn(),

@@ -223,7 +223,7 @@ def load_eval_config(
     ]
     policies = tuple(dict.fromkeys(("full", *(parse_linking(name).name for name in asked))))
     model = config.model if model is None else str(model)
-    if model == config.model and (path.parent / model).is_dir():
+    if model == config.model and (path.parent / model / "config.json").is_file():
         model = str((path.parent / model).absolute())
     adapter = packet or (path.parent / config.packet if config.packet else None)
     if config.generation is not None and config.generation not in WORLDS:

@@ -83,7 +83,8 @@ def write_report(out: Path) -> list[Path]:
     if not found:
         raise BadRequest(f"{out} holds no answers of `full` to compare with")
     skipped = [answer for answer in answers if answer.skipped]
-    title = _title(out)
+    run = json.loads((out / "run.json").read_text())
+    title = run.get("title") or f"Policies on {run['model']}"
     drawn: dict[str, Callable[[Any], None]] = {
         "score-ttft.png": lambda figure: plots.tradeoff(figure, found),
         "chunks.png": lambda figure: plots.by_chunks(figure, answers),
@@ -102,6 +103,7 @@ def write_report(out: Path) -> list[Path]:
         rows = max(1, -(-len(panels) // plots.COLUMNS))
         save_png(out / name, draw, (10, 1.5 + 3 * rows), dpi=110)
     sections: list[tuple[str, Any]] = [
+        *(("text", note) for note in run.get("stand_in", ())),
         ("text", advice(found)),
         ("plot", "score-ttft.png"),
         ("table", summary_table(found)),
@@ -120,9 +122,13 @@ def write_report(out: Path) -> list[Path]:
         ("text", _notes(skipped, [result.policy for result in found if not result.complete])),
     ]
     if len(graded := grade_table(answers, grades)) > 1:
-        sections.insert(3, ("text", "Grades of the judge, of 10, by dimension:"))
-        sections.insert(4, ("table", graded))
-        sections[5:5] = [("plot", "judge-tasks.png"), ("plot", "judge-chunks.png")]
+        summary = sections.index(("plot", "score-ttft.png")) + 2
+        sections[summary:summary] = [
+            ("text", "Grades of the judge, of 10, by dimension:"),
+            ("table", graded),
+            ("plot", "judge-tasks.png"),
+            ("plot", "judge-chunks.png"),
+        ]
     if grids:
         sections.append(("plot", "needles.png"))
     names = grid_names(grids)
@@ -132,11 +138,6 @@ def write_report(out: Path) -> list[Path]:
     (out / "report.md").write_text(_markdown(title, sections), encoding="utf-8")
     (out / "report.html").write_text(_html(title, sections, out), encoding="utf-8")
     return [out / "report.md", out / "report.html", *(out / name for name in drawn)]
-
-
-def _title(out: Path) -> str:
-    run = json.loads((out / "run.json").read_text())
-    return run.get("title") or f"Policies on {run['model']}"
 
 
 def _notes(skipped: list[PolicyAnswer], incomplete: list[str]) -> str:

@@ -12,8 +12,8 @@ from mpic_lab.eval.config import EvalConfig
 from mpic_lab.eval.contents import contents_of_cells
 
 NAME = "run.json"
-_LATER = ("packet", "computed")
-"""Facts that are known once the model is loaded (``record_fact``)."""
+_LATER = ("packet", "computed", "stand_in")
+"""Facts that are recorded after the run has begun (``record_fact``)."""
 
 
 def begin_run(config: EvalConfig, out: Path, *, answered: bool) -> None:
@@ -47,7 +47,7 @@ def begin_run(config: EvalConfig, out: Path, *, answered: bool) -> None:
 
 
 def record_fact(out: Path, name: str, value: Any, words: str) -> None:
-    """Record a fact that is known once the model is loaded.
+    """Record a fact of a run that has begun.
 
     Raises:
         BadRequest: the run has answers of another one; ``words`` say of what.

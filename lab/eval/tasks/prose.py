@@ -41,7 +41,7 @@ def sentences() -> tuple[str, ...]:
     return tuple(one for text in texts for one in _SENTENCE.split(text) if _PROSE.fullmatch(one))
 
 
-class _Codes(NamedTuple):
+class Codes(NamedTuple):
     """Documents of real prose, with the code of a project in each.
 
     Attributes:
@@ -56,11 +56,15 @@ class _Codes(NamedTuple):
     lines: list[list[str]]
 
     @property
+    def texts(self) -> list[str]:
+        return [f"{' '.join(lines)}\n" for lines in self.lines]
+
+    @property
     def documents(self) -> list[dict[str, Any]]:
-        return [{"type": "document", "text": f"{' '.join(lines)}\n"} for lines in self.lines]
+        return [{"type": "document", "text": text} for text in self.texts]
 
 
-def _codes(options: Options) -> Iterator[_Codes]:
+def draw_codes(options: Options) -> Iterator[Codes]:
     """Yield what the questions are asked about. A document has at most 270 tokens of the model (words, for a judge, who
     reads the question only), or ``tokens`` if that is less."""
     if options.chunks > len(_NAMES):
@@ -72,13 +76,13 @@ def _codes(options: Options) -> Iterator[_Codes]:
         codes = dict(zip(names, map(str, rng.sample(range(10_000, 100_000), options.chunks))))
         tokens = min(TOKENS, options.tokens)
         lines = [_document(rng, _NEEDLE.format(name=n, code=c), tokens, count) for n, c in codes.items()]
-        yield _Codes(number, rng, codes, lines)
+        yield Codes(number, rng, codes, lines)
 
 
 @task("prose-codes", "a code in one of several documents of real prose", "contains", counts_chunks=True)
 def codes(options: Options) -> Iterator[Sample]:
     """Hide a code of five digits in each of ``chunks`` documents, at most a dozen, and ask for one of them."""
-    for one in _codes(options):
+    for one in draw_codes(options):
         name = one.rng.choice(list(one.codes))
         messages = ask(one.documents, "", _QUESTION.format(name=name))
         yield Sample(str(one.number), messages, (one.codes[name],))
@@ -89,7 +93,7 @@ def two_codes(options: Options) -> Iterator[Sample]:
     """As ``prose-codes``, but ask for the codes of two projects; each is half of the score."""
     if options.chunks < 2:
         raise TaskError(f"prose-two-codes needs at least 2 documents, not {options.chunks}")
-    for one in _codes(options):
+    for one in draw_codes(options):
         names = one.rng.sample(list(one.codes), 2)
         question = _TWO.format(names=" and of project ".join(names))
         messages = ask(one.documents, "", question)
@@ -104,7 +108,7 @@ def two_codes(options: Options) -> Iterator[Sample]:
 )
 def copy(options: Options) -> Iterator[Sample]:
     """Ask for the sentence of a document behind (or, at its end, before) the one with a project's code."""
-    for one in _codes(options):
+    for one in draw_codes(options):
         places = [place for place, lines in enumerate(one.lines) if len(lines) > 1]
         if not places:
             raise TaskError(

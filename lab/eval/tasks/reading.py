@@ -17,7 +17,7 @@ from typing import NamedTuple
 from mpic_lab.eval.tasks.base import Options, Sample, TaskError, task
 from mpic_lab.eval.tasks.documents import ask, data_file, field_of, json_lines, parts_of, whole_json
 
-_FACTS = ("birth_date", "birth_place", "current_location", "university", "major", "company")
+FACTS = ("birth_date", "birth_place", "current_location", "university", "major", "company")
 """The facts of a biography, each in several wordings."""
 _QUESTION = "Answer from the texts above, in as few words as possible.\nQuestion: {question}\nAnswer:"
 
@@ -108,10 +108,10 @@ def biographies(options: Options) -> Iterator[Sample]:
     found = []
     for number, (told, asked) in enumerate(zip(*map(json_lines, splits), strict=True)):
         where, rng = f"{folder.name}, person {number}", random.Random(f"{options.seed} {number}")
-        sentences = [field_of(told, fact, where) for fact in _FACTS]
+        sentences = [field_of(told, fact, where) for fact in FACTS]
         if not all(sentences):
             continue  # a few people of the data set lack a fact
-        fact = rng.choice(_FACTS)
+        fact = rng.choice(FACTS)
         beginning = rng.choice(field_of(asked, fact, where)).rstrip()
         answer = field_of(field_of(asked, "labels", where), fact, where)
         text = " ".join(rng.choice(wordings) for wordings in sentences)
