@@ -28,7 +28,7 @@ TOP = 50
 LEAST, STEPS = -7.0, 140
 """Attention scores are counted in steps between ten to this power and 1."""
 SMALL = 1e-3
-"""Tokens with less attention hardly matter (MPIC, section 4)."""
+"""Tokens with less attention hardly matter (MPIC, section 3.3)."""
 
 
 def group_names(chunks: int) -> list[str]:

@@ -16,7 +16,7 @@ from mpic_lab.analyze.dense import DenseLink, DenseLinker
 
 def received(linked: DenseLink) -> torch.Tensor:
     """Return ``[layers, N]``: the attention per row that each token gets from the rows after the last chunk; for
-    ``full`` this is the question's attention to every token (MPIC, section 4)."""
+    ``full`` this is the question's attention to every token (MPIC, section 3.3)."""
     return torch.stack([layer[linked.asking].mean(0) for layer in linked.weights])
 
 
@@ -34,7 +34,7 @@ def concentration(linked: DenseLink) -> torch.Tensor:
 
 def by_place(linked: DenseLink) -> torch.Tensor:
     """Return ``[layers, n]``: share of the question's attention to chunks that goes to their first 1..n tokens,
-    averaged over chunks, which is the share that ``mpic-n`` and LegoLink-n recompute (EPIC, section 3)."""
+    averaged over chunks, which is the share that ``mpic-n`` and LegoLink-n recompute (EPIC, section 4.2)."""
     return mean_of_all(cumulative_shares(part) for part in within(received(linked), linked.places))
 
 
@@ -58,7 +58,7 @@ def mean_of_all(parts: Iterable[torch.Tensor]) -> torch.Tensor:
 def distance(
     linker: DenseLinker, chunk: Chunk, before: tuple[Sequence[int], Sequence[int]]
 ) -> dict[str, Any]:
-    """Return how much a chunk's keys and values depend on the text before it (CacheBlend, section 3; EPIC, section 3).
+    """Return how much a chunk's keys and values depend on the text before it (CacheBlend; MPIC, section 5.2).
 
     Args:
         before: token ids of the two texts that precede the chunk.

@@ -1,5 +1,5 @@
 """Measures pool memory when requests link the same chunks: the pages that they share against one copy for each (MEPIC,
-section 5)."""
+section 4)."""
 
 from __future__ import annotations
 

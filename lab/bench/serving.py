@@ -1,5 +1,4 @@
-"""Measures serving under load: the rate that each policy sustains, and the wait for first tokens (EPIC, section 5.5;
-MPIC, section 5).
+"""Measures serving under load: the rate that each policy sustains, and the wait for first tokens (EPIC, section 5.5).
 
 Every request links some chunks of a pool and has text of its own. First each policy gets a backlog that keeps it busy:
 the requests finished per second are its *peak*, the highest rate that can be served without a growing queue. Then

@@ -77,7 +77,7 @@ class Recipe:
     Args:
         dtype: type of the stored K and V (``float32``, ``bfloat16``, ``float16``).
         codec: encoding of the stored bytes; ``raw`` is lossless.
-        sink: BOS tokens compiled in front of the chunk and dropped afterwards (LegoLink-0 of EPIC, section 4).
+        sink: BOS tokens compiled in front of the chunk and dropped afterwards (LegoLink-0 of EPIC, section 5.4).
         preprocessing: digest of the tokenizer and image processor that made the chunk's inputs; for a clip also of the
         video processor and its sampling of frames.
         packet: digest of the adapter around the chunk (KV Packet, section 3.1), or empty.

@@ -36,7 +36,7 @@ class Wrapping(NamedTuple):
     """The tokens that chunks are compiled with beside their own.
 
     Args:
-        sink: BOS tokens in front, dropped afterwards (LegoLink-0 of EPIC, section 4).
+        sink: BOS tokens in front, dropped afterwards (LegoLink-0 of EPIC, section 5.4).
         packet: a trained header and trailer around them, kept (KV Packet, section 3.1).
     """
 

@@ -1,4 +1,4 @@
-"""KVSplit (EPIC, section 4.1): splitting a long text into the chunks as which it is cached.
+"""KVSplit (EPIC v1, section 5): splitting a long text into the chunks as which it is cached.
 
 =============  =====================================================================================
 ``none``       one piece

@@ -1,4 +1,4 @@
-"""Dialogues over several images: MMDU at sentence level, SparklesEval at word level (the tasks of MPIC, section 5).
+"""Dialogues over several images: MMDU at sentence level, SparklesEval at word level (the tasks of MPIC, section 6.1).
 
 Every answer of the file is one sample; earlier turns are given with the reference answers, so that policies are
 compared on the same context. Answers are grouped by the number of images in the prompt (MPIC, figure 10), and have room

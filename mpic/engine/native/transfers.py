@@ -292,7 +292,7 @@ class Transfers:
     # ---- writing
 
     def save(self, resident: Resident, futures: list[Future[int]], began: float) -> None:
-        """Copy a compiled chunk to the store in the background (MPIC, section 4.1), unless it has been deleted since
+        """Copy a compiled chunk to the store in the background (MPIC, section 4.2), unless it has been deleted since
         its KV was begun.
 
         Args:

@@ -12,8 +12,8 @@ from mpic.method import tokens
 
 @dataclass(frozen=True)
 class AttnLink(Policy):
-    """AttnLink-k (EPIC, section 4): recompute ``k`` tokens around every chunk boundary, half of them on each side: the
-    last ``k // 2`` and the first ``k - k // 2`` tokens of every chunk."""
+    """AttnLink-k (EPIC v1, section 4.2): recompute ``k`` tokens around every chunk boundary, half of them on each side:
+    the last ``k // 2`` and the first ``k - k // 2`` tokens of every chunk."""
 
     syntax = "attnlink-K"
     summary = "Recomputes K tokens around the boundaries of every image and document."

@@ -15,8 +15,8 @@ PAGE = 16
 
 @dataclass(frozen=True)
 class Block(Policy):
-    """Block-level recomputation (MEPIC, section 4): recompute the first ``n`` pages of every chunk, so that only they
-    are the request's own and all other pages stay shared."""
+    """Block-level recomputation (MEPIC, section 3.3.1): recompute the first ``n`` pages of every chunk, so that only
+    they are the request's own and all other pages stay shared."""
 
     syntax = "block-N"
     summary = "Recomputes the first N pages (of 16 tokens) of every image and document."

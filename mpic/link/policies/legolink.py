@@ -12,7 +12,7 @@ from mpic.method import tokens
 
 @dataclass(frozen=True)
 class LegoLink(Policy):
-    """LegoLink-k (EPIC, section 4): recompute the first ``k`` tokens of every chunk except one that starts the
+    """LegoLink-k (EPIC, section 4.2): recompute the first ``k`` tokens of every chunk except one that starts the
     prompt, whose sink tokens are already those of the full context."""
 
     syntax = "legolink-K"

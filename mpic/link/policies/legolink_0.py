@@ -11,7 +11,7 @@ from mpic.link.policy import ChunkPlace, Policy, Ranges, Wrapping
 
 @dataclass(frozen=True)
 class LegoLink0(Policy):
-    """LegoLink-0 (EPIC, section 4): chunks are compiled behind 4 BOS tokens that are dropped afterwards, so that the
+    """LegoLink-0 (EPIC, section 5.4): chunks are compiled behind 4 BOS tokens that are dropped afterwards, so that the
     sink forms on them and not on the chunk's first tokens; nothing is recomputed at link."""
 
     syntax = "legolink-0"

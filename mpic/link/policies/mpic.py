@@ -12,8 +12,8 @@ from mpic.method import tokens
 
 @dataclass(frozen=True)
 class MPIC(Policy):
-    """MPIC-k (MPIC, section 4): recompute all text and the first ``k`` tokens of every image, since those attract most
-    of the attention. Applied to text chunks too."""
+    """MPIC-k (MPIC, section 5.2): recompute all text and the first ``k`` tokens of every image, since those attract
+    most of the attention. Applied to text chunks too."""
 
     syntax = "mpic-K"
     summary = "Recomputes the first K tokens of every image and document."

@@ -11,7 +11,7 @@ from mpic.link.policies.full import Full
 @dataclass(frozen=True)
 class Prefix(Full):
     """Like ``full``, but the longest prefix that the user's earlier exact requests have computed is mapped. The
-    baseline of MPIC (section 5), EPIC and CacheBlend, and the method of vLLM and SGLang (RadixAttention)."""
+    baseline of MPIC (section 6.1), EPIC and CacheBlend, and the method of vLLM and SGLang (RadixAttention)."""
 
     syntax = "prefix"
     summary = "Reuses only the beginning of an earlier prompt. Exact."

@@ -11,7 +11,7 @@ from mpic.link.policy import ChunkPlace, Policy, Ranges
 
 @dataclass(frozen=True)
 class Reuse(Policy):
-    """Full reuse ("naive" in EPIC, "full reuse" in MPIC, section 2): no chunk token is recomputed, only text."""
+    """Full reuse ("naive" in EPIC, "full reuse" in MPIC, section 3.2): no chunk token is recomputed, only text."""
 
     syntax = "reuse"
     summary = "Recomputes nothing of images and documents. Fastest, and the least exact."
