@@ -46,8 +46,8 @@ app.command("restore")(library_backup.restore)
 app.command("recover")(library_backup.recover)
 
 GONE = {
-    "gc": "a start and `mpic library check` remove what a crash has left, a server what has expired; damaged chunks in "
-    "`quarantine/` are yours to delete",
+    "gc": "a start and `mpic library check` remove what a crash has left, a server what has expired; `quarantine/` of "
+    "earlier versions is yours to delete",
     "export": "`mpic library backup FOLDER` (`--user NAME` for one user's files) writes what `import` reads",
     "give": "`mpic keys create USER` makes a key of the user who has the files (`local`: those of times without keys); "
     "`mpic library backup FOLDER --user USER`, then `mpic library import FOLDER --user NEW` copies them to another",
@@ -146,11 +146,10 @@ def library_check(
 ) -> None:
     """Verify the catalogue and every byte of every original, sidecar and compiled chunk.
 
-    The effects of a crash are repaired first. A damaged chunk is moved to `quarantine/` and compiled again on next
-    use; a damaged original stays for you to replace. Files that the catalogue does not know are counted: originals with
-    a sidecar stay where they are until `mpic library recover --force` lists them, others are kept in
-    `quarantine/orphans/DATE/` for `orphan_days`. Exit status 1 if anything was damaged or lost; what a server leaves
-    that was killed is noted, and is neither.
+    The effects of a crash are repaired first. A damaged chunk is removed and compiled again on next use; a damaged
+    original stays for you to replace. Files that the catalogue does not list are counted, and stay where they are:
+    `mpic library recover --force` lists them. Exit status 1 if anything was damaged or lost; what a server leaves that
+    was killed is noted, and is neither.
 
     Beside a running server it changes and repairs nothing, except with `--remote` in the store: a damaged chunk is
     moved aside there, and one that a deletion has left behind is deleted, whichever server has put it there.
@@ -166,12 +165,9 @@ def library_check(
             problems = check(library, contents=not quick, progress=advance)
             if objects is not None:
                 problems += _check_remote(library, objects, not quick)
-        recovered, aside = library.recovered, library.orphans.kept()
-        kept = f"deleted {library.limits.orphan_days} days later" if library.limits.orphan_days else "kept"
-    orphans = {"files": len(aside), "bytes": sum(orphan.bytes for orphan in aside)}
-    orphans["oldest"] = aside[0].since if aside else None
+        recovered = library.recovered
     if as_json:
-        print_json({"problems": [p._asdict() for p in problems], "recovered": recovered, "orphans": orphans})
+        print_json({"problems": [p._asdict() for p in problems], "recovered": recovered})
     else:
         for what, count in recovered.items():
             if count and what == "unknown":
@@ -180,11 +176,6 @@ def library_check(
                 out.print(f"{count} {WARNINGS[what]}", soft_wrap=True)
             elif count:
                 out.print(f"repaired after a crash: {count} {what.replace('_', ' ')}")
-        if aside:
-            out.print(
-                f"{len(aside)} files that the catalogue does not know ({decimal(orphans['bytes'])}) lie in "
-                f"quarantine/orphans, since {orphans['oldest']}; they are {kept}"
-            )
         for problem in problems:
             if not problem.damaged:
                 out.print(f"left by a crash: {problem.path} {problem.what}; {problem.then}", soft_wrap=True)

@@ -97,7 +97,7 @@ def recover(
     if without_sidecars:
         raise BadRequest(
             "--without-sidecars is gone, because every released version writes sidecars: recover without it, and "
-            "upload the originals that the table shows again, from quarantine/orphans/",
+            "upload the originals that the table shows again",
             param="without_sidecars",
         )
     root, _ = library_location(data_dir, config)

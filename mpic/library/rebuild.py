@@ -23,13 +23,13 @@ from sqlite3 import Connection
 from typing import Any, NamedTuple
 
 from mpic.durable import FileSystem
-from mpic.errors import BadRequest, CorruptFile, MPICError, OutOfMemory
-from mpic.kv.file import ChunkFile
+from mpic.errors import BadRequest, CorruptFile, MPICError
 from mpic.library.catalog.database import Catalog, insert_row
-from mpic.library.folder.layout import CATALOG, chunk_path, scan, scan_chunks
+from mpic.library.folder.layout import CATALOG, scan, scan_chunks
 from mpic.library.folder.lock import FolderLock, inspect_catalog
 from mpic.library.folder.sidecars import COLUMNS, CONTENT, TABLES, Sidecar, Sidecars, read_sidecars
-from mpic.library.store.chunk_rows import ChunkRows, DurableChunk
+from mpic.library.limits import Limits
+from mpic.library.store.disk import DiskStore
 
 DAMAGED = "the original is damaged"
 WITHOUT_HANDLE = "is without its handle, which another file of its owner has"
@@ -129,7 +129,6 @@ class _Rebuilding:
         """Make the rows. Files wait for compilation, as after an upload; if the chunk is stored already, that takes no
         time."""
         found = self._found
-        chunks = self._chunks()
         sidecars = read_sidecars(
             self._root,
             found.sidecars | found.caches | found.owners,
@@ -143,10 +142,11 @@ class _Rebuilding:
                 row = db.execute("SELECT * FROM files WHERE id = ?", (file_id,)).fetchone()
                 self._changed.append((self._sidecars.path("file", row), Sidecar.of("file", row)))
         for path in sorted(found.originals - described):
-            self._trouble(path, "has no sidecar that describes it")
-        ChunkRows(self._catalog, self._clock).put_all(chunks)
+            self._trouble(path, "has no sidecar that describes it; it stays, upload it again or delete it")
+        store = DiskStore(self._root, self._catalog, Limits(), self._filesystem, self._clock)
+        chunks = store.adopt(scan_chunks(self._root).sizes, self._trouble)
         users = self._catalog.read("SELECT COUNT(*) FROM users")[0]
-        self._done.counts.update(chunks=len(chunks), users=users[0])
+        self._done.counts.update(chunks=chunks, users=users[0])
         return self._done
 
     def rewrite_sidecars(self) -> None:
@@ -170,7 +170,11 @@ class _Rebuilding:
             and db.execute("SELECT 1 FROM refs WHERE id = ?", (sidecar.record["id"],)).fetchone()
         ):  # the newest version came first
             [original] = there
-            return self._trouble(original, "is an earlier version of a reference; it is not adopted")
+            self._catalog.add_tombstones(db, [original], self._clock())
+            return self._trouble(
+                original,
+                "is an earlier version of a reference; the next start removes it, as a replacement does",
+            )
         states = {name: self._state(name, one) for name, one in there.items()}
         db.execute("SAVEPOINT adoption")
         try:
@@ -237,28 +241,6 @@ class _Rebuilding:
         finally:
             self._progress(record["bytes"])
         return {"tokens": None, "state": "compiling", "error": None}
-
-    def _chunks(self) -> list[DurableChunk]:
-        """Return the chunks whose headers are intact. Their layers are verified when they are read, as those of every
-        chunk."""
-        found = []
-        for path in sorted(scan_chunks(self._root).sizes):
-            try:
-                file = ChunkFile(self._root / path, files=self._filesystem)
-            except CorruptFile:
-                self._trouble(path, "is damaged; it is compiled again on next use")
-                continue
-            except (OSError, OutOfMemory) as error:
-                self._trouble(path, f"cannot be read ({error}); it is compiled again on next use")
-                continue
-            file.close()
-            if str(chunk_path(file.key)) == path:
-                found.append(DurableChunk(file.key, path, file.bytes, file.tokens))
-            else:
-                self._trouble(
-                    path, "holds another chunk than its name says; it is compiled again on next use"
-                )
-        return found
 
     def _trouble(self, path: str, what: str) -> None:
         self._done.troubles.append(Trouble(path, what))

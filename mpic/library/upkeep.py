@@ -48,7 +48,7 @@ def size_of(library: Library) -> int:
 def check(library: Library, contents: bool = True, progress: Progress = lambda done: None) -> list[Problem]:
     """Verify the catalogue, that files and rows agree and, with ``contents``, every byte of every file.
 
-    Damaged chunks are put aside, so that they are compiled again on next use. Damaged sidecars are rewritten. Damaged
+    Damaged chunks are removed, so that they are compiled again on next use. Damaged sidecars are rewritten. Damaged
     originals stay in place until a person replaces them. A library that is open only for reading, beside a server, is
     not changed; what the server has deleted, evicted or written anew meanwhile is not reported.
     """
@@ -72,7 +72,7 @@ def check(library: Library, contents: bool = True, progress: Progress = lambda d
 
 ANEW, ASIDE, AGAIN = (
     "written anew from the catalogue",
-    "moved to quarantine/; compiled again on next use",
+    "removed; compiled again on next use",
     "compiled again on next use",
 )
 MENDED = (ANEW, ASIDE)
@@ -170,7 +170,7 @@ def _scrub_chunks(library: Library, progress: Progress) -> Iterator[Problem]:
         if fault is not None:
             if not library.catalog.read_only:
                 if isinstance(fault.error, CorruptFile):
-                    library.store.set_aside(key_of(row), fault.error)
+                    library.store.reject(key_of(row), fault.error)
                 elif isinstance(fault.error, FileNotFoundError):
                     library.store.open(key_of(row))  # marks the row as missing
             yield Problem(row["path"], fault.what, fault.then)

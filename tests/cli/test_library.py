@@ -78,7 +78,7 @@ def test_check_reads_everything_and_its_status_says_what_it_found(mpic, root):
     path.write_bytes(path.read_bytes()[:-1] + b"!")
     assert mpic("check", "--quick", "--data-dir", root)[0] == 0
     status, out, _ = mpic("check", "--data-dir", root)
-    assert status == 1 and "quarantine" in out
+    assert status == 1 and "removed; compiled again" in out
     assert json.loads(mpic("check", "--data-dir", root, "--json")[1])["problems"] == []
 
 
@@ -202,14 +202,13 @@ def test_a_recovery_that_misses_something_says_what_and_ends_with_1(mpic, root):
     status, out, _ = mpic("recover", "--data-dir", root)
     assert status == 1 and sidecar.stem in out and "has no sidecar" in out
     status, out, _ = mpic("check", "--data-dir", root)
-    assert status == 0 and "1 files that the catalogue does not know (9 bytes)" in out
-    orphans = json.loads(mpic("check", "--data-dir", root, "--json")[1])["orphans"]
-    assert orphans["files"] == 1 and orphans["oldest"]
+    assert status == 0 and "1 files or quotas that the catalogue does not list stay as they are" in out
+    assert json.loads(mpic("check", "--data-dir", root, "--json")[1])["recovered"]["unlisted_files"] == 1
 
 
 def test_the_option_of_recover_that_is_gone_says_where_the_files_are(mpic, root):
     status, _, err = mpic("recover", "--without-sidecars", "--data-dir", root)
-    assert status == 1 and "[bad_request]" in err and "quarantine/orphans" in err
+    assert status == 1 and "[bad_request]" in err and "upload the originals" in err
 
 
 def test_a_backup_and_a_restore(mpic, root, tmp_path):

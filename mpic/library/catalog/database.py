@@ -33,16 +33,6 @@ IDLE_READERS = 8
 OWED = "remote/"
 """The beginning of the tombstones that stand for contents of a remote store and not for files."""
 
-TIMES = (
-    ("users", "created_at"),
-    ("files", "created_at"),
-    ("refs", "updated_at"),
-    ("caches", "created_at"),
-    ("chunks", "last_used"),
-    ("deleted", "at"),
-)
-"""Tables and their columns of times that have passed."""
-
 NAMED_BY = {
     "files": ("id", "owner"),
     "refs": ("id",),
@@ -197,13 +187,6 @@ class Catalog:
             return status_of(self.path.parent / path) is None
         except OSError:
             return False
-
-    def newest(self) -> float:
-        """Return the newest time at which something is recorded to have happened, in seconds since the epoch; 0 if
-        nothing has."""
-        times = " UNION ALL ".join(f"SELECT MAX({column}) AS at FROM {table}" for table, column in TIMES)
-        [row] = self.read(f"SELECT MAX(at) AS newest FROM ({times})")
-        return row["newest"] or 0.0
 
     def identify(self, library: str) -> None:
         """Write the id of the library into a catalogue that has none.

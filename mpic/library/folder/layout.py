@@ -14,8 +14,6 @@ left alone.
     calibrations/<model, 16 digits>-<type of KV>.json    what reuse costs a model (``mpic.server.auto``)
     self-tests.json                                 self-tests that have passed (``mpic.model.proofs``)
     tmp/<24 digits>.tmp                             an upload that is being received
-    quarantine/<name>@<time>                        a damaged chunk
-    quarantine/orphans/<date>/...                   a file that the catalogue does not know, below its earlier path
 """
 
 from __future__ import annotations
@@ -51,9 +49,6 @@ CHUNK = re.compile(r"[0-9a-f]{64}\.safetensors")
 INCOMING = re.compile(r"[0-9a-f]{24}\.tmp")
 REWRITTEN = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")
 """Temporary names of ``durable.write_durably``."""
-
-DAMAGED = re.compile(r"[0-9a-f]{64}\.safetensors@\d+(?:\.\d+)?")
-DATE = re.compile(r"\d{4}-\d\d-\d\d")
 
 
 def owner_folder(owner: str) -> str:

@@ -232,14 +232,10 @@ class ChunkRows:
             db.execute(sql, (state, self._clock(), *values))
         return [ChunkRow(*row) for row in rows]
 
-    def forget_gone(self, before: float) -> list[str]:
-        """Delete the rows of chunks that are gone and were last used before this time; return the paths that their
-        files had, relative to the root."""
-        where = "state != 'ready' AND last_used < ?"
+    def forget_gone(self, before: float) -> None:
+        """Delete the rows of chunks that are gone and were last used before this time."""
         with self._catalog.write() as db:
-            paths = [row["path"] for row in db.execute(f"SELECT path FROM chunks WHERE {where}", (before,))]
-            db.execute(f"DELETE FROM chunks WHERE {where}", (before,))
-        return paths
+            db.execute("DELETE FROM chunks WHERE state != 'ready' AND last_used < ?", (before,))
 
     def check_usage(self) -> None:
         """Check that the recorded usage of each owner is the sum of its rows. One query reads both, so that no change
