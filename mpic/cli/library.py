@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
@@ -30,7 +29,6 @@ from mpic.keys import Key, KeyStore, any_keys
 if TYPE_CHECKING:
     from mpic.config import LibraryConfig
     from mpic.library import File, Library, Reference, StorageUsage
-    from mpic.library.copies.bulk_import import ImportResult
     from mpic.library.store import Objects
     from mpic.library.upkeep import Problem
 
@@ -38,8 +36,7 @@ app = command_app(
     "The folder with uploads, references and compiled chunks: look at it, verify it, copy it, move it.\n\n"
     "`ls`, `show`, `backup` and `check` work while a server runs; stop the server for the others. To "
     "manage your own uploads on a server use `mpic files`.\n\n"
-    "`backup` copies everything as it is (ids, quotas, keys, caches), to be restored into an empty folder; `import` "
-    "adds the uploads and references of a backup to any library."
+    "`backup` copies everything as it is (ids, quotas, keys, caches), to be restored into an empty folder."
 )
 app.command("backup")(library_backup.backup)
 app.command("restore")(library_backup.restore)
@@ -48,9 +45,12 @@ app.command("recover")(library_backup.recover)
 GONE = {
     "gc": "a start and `mpic library check` remove what a crash has left, a server what has expired; `quarantine/` of "
     "earlier versions is yours to delete",
-    "export": "`mpic library backup FOLDER` (`--user NAME` for one user's files) writes what `import` reads",
+    "export": "`mpic library backup FOLDER` copies all of it, and `mpic files content NAME` one upload",
+    "import": "`mpic references import SOURCE` imports references through the server, `mpic library restore` makes a "
+    "library of a backup, and `mpic upload` takes over files",
     "give": "`mpic keys create USER` makes a key of the user who has the files (`local`: those of times without keys); "
-    "`mpic library backup FOLDER --user USER`, then `mpic library import FOLDER --user NEW` copies them to another",
+    "with it `mpic files content NAME` copies one, which `mpic upload` stores for the owner of another key",
+    "pin": "`mpic files pin NAME` and `mpic references pin ID` do it while the server runs",
     "press": "`mpic serve --press PRESS` compresses chunks that are stored when they are next used",
 }
 """Commands of earlier versions, and what does the same."""
@@ -185,55 +185,6 @@ def library_check(
         raise typer.Exit(1)
 
 
-@app.command("import")
-def library_import(
-    source: Annotated[
-        Path,
-        typer.Argument(help="a backup, a folder, or a .jsonl file", exists=True),
-    ],
-    user: Annotated[
-        str | None, typer.Option(help="who gets the uploads of a backup; default: who had them")
-    ] = None,
-    data_dir: DataDir = None,
-    config: ConfigFile = None,
-    as_json: Json = False,
-) -> None:
-    """Import the uploads and references of a backup, or references in bulk from a folder or a JSONL file.
-
-    A backup: files get new ids; explicit caches and compiled chunks stay behind.
-    A folder: every file becomes a reference; links out of the folder are refused. JSONL: one object a line with `path`
-    or `text`, and `title`, `id`, `description`, `metadata`. Run it again to resume: references that exist are left as
-    they are, those that have changed are replaced. Exit status 1 if anything was refused; the table shows it with the
-    reason.
-
-    Example: `mpic library import data/references/references.jsonl`
-    """
-    from mpic.library.copies.bulk_import import LibraryTarget, import_references, run_import
-    from mpic.library.copies.restore import add
-    from mpic.library.folder.lock import BACKUP
-
-    with (
-        open_library(data_dir, config, create=True) as library,
-        progress("importing", None, as_json) as advance,
-    ):
-        if source.suffix == ".tar":
-            raise BadRequest(
-                "tar files of `mpic library export` are read by version 0.1: import it there, then let this version "
-                "open that folder, or import a backup of it",
-                param="source",
-            )
-        if (source / BACKUP).exists():
-            results = add(library, source, user, lambda result: advance(1))
-        elif user is not None:
-            raise BadRequest(
-                "--user is for the uploads of a backup; references belong to nobody", param="user"
-            )
-        else:
-            target = LibraryTarget(library.references)
-            results = run_import(import_references(source, target, lambda result: advance(1)))
-    show_results(results, as_json)
-
-
 @app.command("quota")
 def library_quota(
     user: Annotated[str, typer.Argument(help="the user")],
@@ -252,44 +203,6 @@ def library_quota(
     quotas = {"user": user, "files": files, "bytes": bytes, "disk": disk}
     words = [f"{k} {'as configured' if v is None else v}" for k, v in quotas.items() if k != "user"]
     print_result(quotas, f"{user}: {', '.join(words)}", as_json)
-
-
-@app.command("pin")
-def library_pin(
-    name: Annotated[str, typer.Argument(help="a file's id or handle, or a reference's id")],
-    off: Annotated[bool, typer.Option("--off", help="end it")] = False,
-    user: Annotated[str, typer.Option(help="the owner of the file; needed for handles")] = "local",
-    data_dir: DataDir = None,
-    config: ConfigFile = None,
-    as_json: Json = False,
-) -> None:
-    """Keep the compiled chunk of a file or a reference when its owner's newer ones need room.
-
-    A pin does not take more of the disk than the owner's share. `mpic library show` tells whether something is pinned.
-    """
-    from mpic.library import File
-
-    with open_library(data_dir, config) as library:
-        found = _find(library, name, user)
-        if isinstance(found, File):
-            library.files.pin(found.owner, found.id, not off)
-        else:
-            library.references.pin(found.id, not off)
-    print_result({"id": found.id, "pinned": not off}, f"{found.id} is {'not ' * off}pinned", as_json)
-
-
-def show_results(results: list[ImportResult], as_json: bool) -> None:
-    """Show the results of an import. Exit status 1 if anything was refused."""
-    count = Counter(result.outcome for result in results)
-    refused = [result for result in results if result.outcome == "refused" or result.why]
-    value = {"counts": dict(count), "noted": [result._asdict() for result in refused]}
-    rows = [(result.where, result.outcome, result.why, result.code) for result in refused]
-    line = ", ".join(f"{n:,} {what}" for what, n in sorted(count.items())) or "nothing to import"
-    if rows and not as_json:
-        print_table(("where", "outcome", "why", "code"), rows, "")
-    print_result(value, line, as_json)
-    if count["refused"]:
-        raise typer.Exit(1)
 
 
 def _owners(library: Library) -> dict[str, str]:

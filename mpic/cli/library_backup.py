@@ -24,7 +24,7 @@ def backup(
     copy: Annotated[
         bool, typer.Option("--copy", help="copy and verify every byte, make no hard links")
     ] = False,
-    user: Annotated[str | None, typer.Option(help="only what this user has")] = None,
+    user: Annotated[str | None, typer.Option(hidden=True)] = None,
     data_dir: DataDir = None,
     config: ConfigFile = None,
     as_json: Json = False,
@@ -33,18 +33,23 @@ def backup(
 
     The copy holds the catalogue at one moment, every original that it lists, the API keys and, unless the file with it
     cannot be read, what reuse has saved. On the same disk originals are hard links, which take no space; on another
-    disk they are copied and verified. `mpic library restore` makes a library of it; `mpic library import` puts its
-    uploads and references into another one. With `--user` it has nothing of others: no references, no API keys. Exit
-    status 1 if an original was damaged or lost before.
+    disk they are copied and verified. `mpic library restore` makes a library of it. Exit status 1 if an original was
+    damaged or lost before.
 
     Example: `mpic library backup /backups/monday`
     """
     from mpic.library.copies.backup import backup, size_of
 
+    if user is not None:
+        raise BadRequest(
+            "--user is gone: a backup is of all users. With a key of the user (`mpic keys create USER`), `mpic files "
+            "content NAME` copies an upload",
+            param="user",
+        )
     root, _ = library_location(data_dir, config)
-    total = size_of(root, user) if (root / "catalog.sqlite").is_file() else None
+    total = size_of(root) if (root / "catalog.sqlite").is_file() else None
     with progress("copying", total, as_json) as advance:
-        done = backup(root, target, chunks, not copy, user, advance)
+        done = backup(root, target, chunks, not copy, advance)
     _show_copied(done, f"the backup is in {target}", as_json)
 
 

@@ -1,7 +1,6 @@
 """``mpic library`` on a folder, with a running server and without one."""
 
 import json
-import signal
 from contextlib import closing
 
 import pytest
@@ -11,7 +10,6 @@ from remote_kit import settled
 from mpic.keys import KeyLimits, KeyStore
 from mpic.kv.chunk import ChunkKey, KVKey, Recipe
 from mpic.library import Library
-from mpic.library.references import ReferenceLibrary
 from mpic.library.store import Objects, RemoteTier
 
 
@@ -29,8 +27,7 @@ def root(tmp_path):
     return tmp_path / "library"
 
 
-COMMANDS = ["ls", "show", "check", "import", "quota", "pin"]
-COMMANDS += ["backup", "restore", "recover"]
+COMMANDS = ["ls", "show", "check", "quota", "backup", "restore", "recover"]
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
@@ -46,9 +43,8 @@ def test_ls_says_who_holds_what_beside_a_server_too(mpic, root):
         status, out, _ = mpic("ls", "--user", "bob", "--data-dir", root, "--json")
         (row,) = json.loads(out)
         assert (row["owner"], row["count"], row["bytes"]) == ("bob", 1, len(encoded()))
-        for command in (["import", root], ["quota", "bob"]):
-            status, out, err = mpic(*command, "--data-dir", root)
-            assert status == 1 and "another process" in err and "[library_in_use]" in err
+        status, out, err = mpic("quota", "bob", "--data-dir", root)
+        assert status == 1 and "another process" in err and "[library_in_use]" in err
 
 
 def test_show_finds_by_id_and_handle(mpic, root):
@@ -82,80 +78,26 @@ def test_check_reads_everything_and_its_status_says_what_it_found(mpic, root):
     assert json.loads(mpic("check", "--data-dir", root, "--json")[1])["problems"] == []
 
 
-def test_a_command_that_is_gone_names_the_one_that_does_it(mpic, root, tmp_path):
-    for words in (
-        [],
-        [tmp_path / "e.tar"],
-        [tmp_path / "e.tar", "--user", "ann", "--data-dir", root, "--json"],
-    ):
-        status, _, err = mpic("export", *words)
-        assert status == 1 and "[bad_request]" in err and "mpic library backup" in err
-    assert not (tmp_path / "e.tar").exists()
-    (tmp_path / "e.tar").write_bytes(b"")
-    status, _, err = mpic("import", tmp_path / "e.tar", "--data-dir", root)
-    assert status == 1 and "[bad_request]" in err and "version 0.1" in err
-    status, _, err = mpic("gc", "--dry-run", "--data-dir", root)
-    assert status == 1 and "[bad_request]" in err and "quarantine" in err
-    status, _, err = mpic("give", "local", "alice", "--data-dir", root)
-    assert status == 1 and "[bad_request]" in err and "mpic keys create" in err
-    status, _, err = mpic("press", "knorm-50", "--replace", "--data-dir", root)
-    assert status == 1 and "[bad_request]" in err and "mpic serve --press" in err
+GONE = [
+    (["export", "e.tar", "--user", "ann", "--json"], "mpic library backup"),
+    (["import", "folder", "--user", "ann"], "mpic references import"),
+    (["gc", "--dry-run"], "quarantine"),
+    (["give", "local", "alice"], "mpic keys create"),
+    (["pin", "NAME", "--off"], "mpic files pin"),
+    (["press", "knorm-50", "--replace"], "mpic serve --press"),
+    (["backup", "folder", "--user", "ann"], "mpic files content"),
+]
 
 
-def test_backup_and_import(mpic, root, tmp_path):
-    status, out, _ = mpic("backup", tmp_path / "b", "--user", "bob", "--data-dir", root)
-    assert status == 0 and "1 files" in out
-    status, out, _ = mpic("backup", tmp_path / "e", "--data-dir", root)
-    assert status == 0 and "2 files" in out
-    Library.open(tmp_path / "other").close()
-    for outcome in ("2 added", "2 unchanged"):
-        status, out, _ = mpic("import", tmp_path / "e", "--data-dir", tmp_path / "other")
-        assert status == 0 and outcome in out
-    lines = [{"title": "A", "text": "a"}, {"title": "B"}]
-    (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    status, out, _ = mpic("import", tmp_path / "r.jsonl", "--data-dir", root)
-    assert status == 1 and "r.jsonl:2" in out and "1 added, 1 refused" in out
-    assert json.loads(mpic("ls", "--user", "@shared", "--data-dir", root, "--json")[1])[0]["count"] == 1
-
-
-@pytest.mark.parametrize("source", ["folder", "r.jsonl", "backup"])
-def test_the_first_ctrl_c_ends_an_import(mpic, root, tmp_path, sigint, monkeypatch, source):
-    (tmp_path / "folder").mkdir()
-    for i in range(5):
-        (tmp_path / "folder" / f"{i}.txt").write_text(f"fact {i}")
-    lines = [{"title": f"T{i}", "text": f"fact {i}"} for i in range(5)]
-    (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    first = "folder" if source == "backup" else source
-    assert mpic("import", tmp_path / first, "--data-dir", root)[0] == 0
-    if source == "backup":
-        assert mpic("backup", tmp_path / "backup", "--data-dir", root)[0] == 0
-    looked_up, get = [], ReferenceLibrary.get
-
-    def interrupted(self, id):
-        looked_up.append(id)
-        if len(looked_up) == 2:
-            signal.raise_signal(signal.SIGINT)
-        return get(self, id)
-
-    monkeypatch.setattr(ReferenceLibrary, "get", interrupted)
-    status, out, _ = mpic("import", tmp_path / source, "--data-dir", root, "--json")
-    assert (status, out, len(looked_up)) == (130, "", 2)
-    monkeypatch.setattr(ReferenceLibrary, "get", get)
-    unchanged = 7 if source == "backup" else 5  # it holds the two uploads, too
-    assert f"{unchanged} unchanged" in mpic("import", tmp_path / source, "--data-dir", root)[1]
+@pytest.mark.parametrize(("words", "instead"), GONE, ids=[words[0] for words, _ in GONE])
+def test_a_command_that_is_gone_names_the_one_that_does_it(mpic, root, words, instead):
+    status, _, err = mpic(*words, "--data-dir", root)
+    assert status == 1 and "[bad_request]" in err and instead in err
 
 
 def test_quota(mpic, root):
     assert "files 1" in mpic("quota", "bob", "--files", 1, "--data-dir", root)[1]
     assert "1 files" in mpic("ls", "--data-dir", root)[1]
-
-
-def test_pin_is_shown_and_can_be_ended(mpic, root):
-    for flags, pinned in (([], True), (["--off"], False)):
-        assert mpic("pin", "T", *flags, "--data-dir", root)[0] == 0
-        assert json.loads(mpic("show", "T", "--data-dir", root, "--json")[1])["pinned"] is pinned
-    status, _, err = mpic("pin", "ref_none", "--data-dir", root)
-    assert status == 1 and "[reference_not_found]" in err
 
 
 def test_ls_shows_the_quotas_of_keys_beside_those_of_users(mpic, root):

@@ -23,8 +23,6 @@ from mpic.kv.chunk import ChunkKey
 from mpic.library import Library
 from mpic.library.catalog import database, file_rows
 from mpic.library.catalog.database import insert_row
-from mpic.library.copies.backup import backup
-from mpic.library.copies.restore import add
 
 FRAMES = pictures(1, 6)
 GIF = animation(FRAMES)
@@ -46,16 +44,6 @@ def test_a_clip_comes_back_as_its_user_knows_it(library):
     assert np.array_equal(clip.frames[1], FRAMES[4])
     assert [f.id for f in library.files.page("ann", kinds=("image", "video")).files] == [file.id]
     assert not library.files.page("ann", kinds=("text",)).files
-
-
-def test_a_clip_survives_backup_and_import(library, tmp_path, clock):
-    taking(library).files.add("ann", GIF, "walk.gif", handle="WALK")
-    library.files.add("ann", encoded(), "still.png", handle="STILL")
-    backup(library.root, tmp_path / "b")
-    with Library.open(tmp_path / "other", clock=clock) as other:  # as without an engine
-        assert [result.outcome for result in add(other, tmp_path / "b")] == ["added", "added"]
-        assert other.files.by_handle("ann", "WALK").kind == "video"
-        assert other.files.by_handle("ann", "STILL").kind == "image"
 
 
 def test_what_comes_inside_a_request_has_no_more_bytes_than_an_upload_may_have(open_library):
