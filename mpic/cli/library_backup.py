@@ -77,9 +77,7 @@ def restore(
 
 
 def recover(
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="list what would be done, and change nothing")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", hidden=True)] = False,
     force: Annotated[
         bool, typer.Option("--force", help="make a new catalogue although the old one is intact")
     ] = False,
@@ -105,13 +103,17 @@ def recover(
             "upload the originals that the table shows again",
             param="without_sidecars",
         )
+    if dry_run:
+        raise BadRequest(
+            "--dry-run is gone: the old catalogue is put aside, and can be moved back", param="dry_run"
+        )
     root, _ = library_location(data_dir, config)
     with progress("reading", size_of(root), as_json) as advance:
-        done = recover(root, dry_run, force, progress=advance)
+        done = recover(root, force, progress=advance)
     aside = None if done.aside is None else str(done.aside)
     troubles = [trouble._asdict() for trouble in done.troubles]
     value = {"counts": dict(done.counts), "troubles": troubles, "aside": aside}
-    line = f"{_counted(done.counts)} {'would be' if dry_run else 'are'} in the catalogue"
+    line = f"{_counted(done.counts)} are in the catalogue"
     line += f"\nthe old catalogue is {aside}" if aside else ""
     print_outcome(value, as_json, ("file", "what"), done.troubles, line)
 

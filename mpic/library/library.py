@@ -124,7 +124,7 @@ class Library:
             Unavailable: another process has it open, or there is none and ``create`` is False.
             ForeignFolder: the folder is not a library's and holds other files under names that a library uses.
             DatabaseDamaged: the catalogue is missing or damaged while files of the library are there.
-            IntegrityError: it was written by a newer version of this program.
+            IntegrityError: it was written by a newer version of this program, or has rows that no library writes.
         """
         filesystem = filesystem or FileSystem()
         folder = FolderLock(Path(root).absolute(), filesystem).acquire(create)
@@ -134,7 +134,7 @@ class Library:
             undo.callback(library.catalog.close)
             library.catalog.identify(folder.id)
             folder.remember()
-            library.catalog.settle_paths()
+            library.catalog.check_paths()
             if reconcile:
                 library.recovered = library.reconcile()
             if isinstance(library.store, TieredStore):
@@ -153,7 +153,7 @@ class Library:
         filesystem = FileSystem()
         folder = FolderLock(Path(root).absolute(), filesystem)
         library = cls(folder, limits or Limits(), filesystem, time.time, read_only=True)
-        library.catalog.settle_paths()
+        library.catalog.check_paths()
         return library
 
     def reconcile(self) -> dict[str, int]:

@@ -130,7 +130,7 @@ def backup(
         manifest = Manifest(marker.id, time.time())
         manifest.write(filesystem, target)
         with closing(Catalog(root / CATALOG, filesystem, read_only=True)) as live:
-            live.settle_paths()  # files are copied from and to the paths in it
+            live.check_paths()  # files are copied from and to the paths in it
             work = _Backup(root, target, filesystem, live, link, progress)
             work.originals()
             work.chunks(chunks)

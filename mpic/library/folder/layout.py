@@ -70,8 +70,8 @@ def path_of_row(table: str, row: CatalogRow) -> str | None:
     """Return the path of the file that a row of ``files``, ``refs``, ``retired_refs`` or ``chunks`` describes,
     relative to the library's root; None if no library gives such an id.
 
-    It is made of the owner and the id. The path in the row is not followed, because a catalogue may come from anywhere
-    (a backup, a copy); only the random end of a reference's name is taken from it, which nothing else holds.
+    It is made of the owner and the id; only the random end of a reference's name is taken from the path in the row,
+    which nothing else holds.
     """
     if table == "chunks":
         model, owner, name = (str(row[column]) for column in ("model", "owner", "key"))

@@ -292,11 +292,8 @@ class FolderLock:
             self._mark(inspect(self.root, create) or Marker.new())
         return self
 
-    def acquire_damaged(self, change: bool = True) -> FolderLock:
+    def acquire_damaged(self) -> FolderLock:
         """Lock the folder of a library whose catalogue may be missing or damaged, to make a new catalogue.
-
-        Args:
-            change: False leaves nothing in the folder, not even a marker.
 
         Raises:
             LibraryInUse: another process has it.
@@ -306,10 +303,7 @@ class FolderLock:
             marker, catalogue = Marker.read(self.root), inspect_catalog(self.root / CATALOG)
             if marker is None and not (catalogue.state == "ours" or holds_library_files(self.root)):
                 raise no_library(self.root)
-            marker = marker or Marker(catalogue.id or Marker.new().id)
-            self.id = marker.id
-            if change:
-                self._mark(marker)
+            self._mark(marker or Marker(catalogue.id or Marker.new().id))
         return self
 
     def acquire_new(self, id: str) -> FolderLock:

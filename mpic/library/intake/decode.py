@@ -251,8 +251,8 @@ def decode_text(data: bytes, limits: Limits = DEFAULT, encoding: str = "") -> st
         text = data.decode(encoding or "utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise InvalidText(
-            f"neither a known format nor text in {encoding or 'UTF-8'} (byte {error.start} is not): save it as UTF-8, or "
-            "as UTF-16 with a byte order mark",
+            f"neither a known format nor text in {encoding or 'UTF-8'} (byte {error.start} is not): save it as UTF-8, "
+            "or as UTF-16 with a byte order mark",
             param="file",
         ) from error
     if encoding:
