@@ -1,13 +1,11 @@
 """``mpic library`` on a folder, with a running server and without one."""
 
 import json
-from contextlib import closing
 
 import pytest
 from library_tools import encoded, flip, make_chunk
 from remote_kit import settled
 
-from mpic.keys import KeyLimits, KeyStore
 from mpic.kv.chunk import ChunkKey, KVKey, Recipe
 from mpic.library import Library
 from mpic.library.store import Objects, RemoteTier
@@ -27,7 +25,7 @@ def root(tmp_path):
     return tmp_path / "library"
 
 
-COMMANDS = ["ls", "show", "check", "quota", "backup", "restore", "recover"]
+COMMANDS = ["ls", "check", "quota", "backup", "restore", "recover"]
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
@@ -47,26 +45,6 @@ def test_ls_says_who_holds_what_beside_a_server_too(mpic, root):
         assert status == 1 and "another process" in err and "[library_in_use]" in err
 
 
-def test_show_finds_by_id_and_handle(mpic, root):
-    status, out, _ = mpic("show", "t", "--data-dir", root)
-    assert status == 0 and "t.txt" in out and "ready" in out and "float32" in out
-    _, out, _ = mpic("show", "T", "--data-dir", root, "--json")
-    shown = json.loads(out)
-    assert shown["metadata"] == {"a": 1} and [chunk["state"] for chunk in shown["chunks"]] == ["ready"]
-    assert json.loads(mpic("show", shown["id"], "--data-dir", root, "--json")[1]) == shown
-    with Library.open(root) as library:
-        made = {
-            name: library.files.add("local", name.encode(), "n.txt", handle=name).id
-            for name in ("ref_n", "file-n")
-        }
-    for name, id in made.items():  # handles that begin like ids
-        assert json.loads(mpic("show", name, "--data-dir", root, "--json")[1])["id"] == id
-    codes = {"nobody": "unknown_handle", "ref_x": "reference_not_found", "file-x": "not_found"}
-    for name, code in codes.items():
-        status, _, err = mpic("show", name, "--data-dir", root)
-        assert status == 1 and f"[{code}]" in err
-
-
 def test_check_reads_everything_and_its_status_says_what_it_found(mpic, root):
     status, out, _ = mpic("check", "--data-dir", root)
     assert status == 0 and "as it was stored" in out
@@ -83,6 +61,7 @@ GONE = [
     (["import", "folder", "--user", "ann"], "mpic references import"),
     (["gc", "--dry-run"], "quarantine"),
     (["give", "local", "alice"], "mpic keys create"),
+    (["show", "NAME", "--json"], "mpic files show"),
     (["pin", "NAME", "--off"], "mpic files pin"),
     (["press", "knorm-50", "--replace"], "mpic serve --press"),
     (["backup", "folder", "--user", "ann"], "mpic files content"),
@@ -100,19 +79,6 @@ def test_a_command_or_an_option_that_is_gone_names_the_one_that_does_it(mpic, ro
 def test_quota(mpic, root):
     assert "files 1" in mpic("quota", "bob", "--files", 1, "--data-dir", root)[1]
     assert "1 files" in mpic("ls", "--data-dir", root)[1]
-
-
-def test_ls_shows_the_quotas_of_keys_beside_those_of_users(mpic, root):
-    with closing(KeyStore(root)) as keys:
-        _, key = keys.create("bob", limits=KeyLimits(files=7))
-        _, revoked = keys.create("bob", limits=KeyLimits(files=9))
-        keys.revoke(revoked.prefix)
-    mpic("quota", "bob", "--files", 11, "--data-dir", root)
-    assert f"11 files, 17.2 GB; mpic_{key.prefix}: 7 files" in " ".join(
-        mpic("ls", "--data-dir", root)[1].split()
-    )
-    (row,) = json.loads(mpic("ls", "--user", "bob", "--data-dir", root, "--json")[1])
-    assert row["files_quota"] == 11 and row["keys"] == {f"mpic_{key.prefix}": {"files": 7, "bytes": None}}
 
 
 def test_a_folder_without_a_library_is_an_error_and_stays_empty(mpic, tmp_path):
@@ -134,7 +100,6 @@ def test_a_lost_catalogue_is_recovered_as_the_error_of_a_start_says(mpic, root):
     done = json.loads(out)
     assert done["counts"] == {"files": 2, "chunks": 1, "users": 2} and not done["troubles"]
     assert "damaged" in done["aside"]
-    assert mpic("show", "T", "--data-dir", root)[0] == 0
 
 
 def test_a_recovery_that_misses_something_says_what_and_ends_with_1(mpic, root):
@@ -157,7 +122,6 @@ def test_a_backup_and_a_restore(mpic, root, tmp_path):
     status, out, _ = mpic("restore", tmp_path / "b", "--data-dir", tmp_path / "r")
     assert status == 0 and "2 files" in out
     assert mpic("check", "--data-dir", tmp_path / "r")[0] == 0
-    assert mpic("show", "T", "--data-dir", tmp_path / "r")[0] == 0
     for words, says in ((["backup", tmp_path / "b"], "not empty"), (["restore", root], "not a backup")):
         status, _, err = mpic(*words, "--data-dir", root)
         assert status == 1 and says in err
@@ -206,23 +170,6 @@ def remote(tmp_path, root):
             library.store.find([chunk.key])
             settled(library)
     return config
-
-
-def test_ls_says_what_the_remote_store_holds(mpic, remote, tmp_path):
-    status, out, _ = mpic("ls", "--config", remote, "--json")
-    rows = [row for row in json.loads(out) if row["tier"] == "remote"]
-    assert (
-        status == 0
-        and {row["owner"] for row in rows} > {"local"}
-        and [row["count"] for row in rows] == [1, 1]
-    )
-    assert sum("another server's" in row["owner"] for row in rows) == 1
-    (tmp_path / "store").rename(tmp_path / "away")
-    (tmp_path / "store").write_text("a file where the folder was")
-    status, out, err = mpic("ls", "--config", remote)
-    assert (
-        status == 0 and "the remote store cannot be used" in err and "original" in out and "remote" not in out
-    )
 
 
 def test_check_reads_every_byte_of_the_remote_store_if_asked(mpic, remote, tmp_path):
