@@ -88,7 +88,7 @@ class Library:
         if nearer or remote:
             self.store = TieredStore(self.store, nearer, remote)
         self.sidecars = Sidecars(root, filesystem, self.catalog.if_undone)
-        originals = Originals(root, filesystem, guard)
+        self._originals = originals = Originals(root, filesystem, guard)
         files = FileRows(self.catalog, root, limits, clock, self.sidecars)
         references = ReferenceRows(self.catalog, root, clock, self.sidecars)
         storage = Storage(self.catalog, originals, self.sidecars, self.store, limits, clock)
@@ -249,7 +249,7 @@ class Library:
         disk is tried once a second at most, because this is asked without a key."""
         self.folder.check()
         if time.monotonic() - self._probed >= 1:
-            self.folder.probe()
+            self._originals.probe()
             self.catalog.probe()
             self._probed = time.monotonic()
 
