@@ -164,15 +164,13 @@ def test_a_crash_between_write_and_rename_leaves_nothing_visible(tmp_path):
 
 
 def test_migrations_run_once_and_in_order(tmp_path, monkeypatch):
-    monkeypatch.setattr(database, "MIGRATIONS", [*database.MIGRATIONS])
+    monkeypatch.setattr(database, "MIGRATIONS", {**database.MIGRATIONS})
     before = database.latest()
 
     path = tmp_path / "catalog.sqlite"
     Catalog(path).close()
-    database.MIGRATIONS += [
-        lambda db: db.execute("ALTER TABLE users ADD COLUMN quota INTEGER"),
-        lambda db: db.execute("UPDATE users SET quota = 5"),
-    ]
+    database.MIGRATIONS[before + 1] = lambda db: db.execute("ALTER TABLE users ADD COLUMN quota INTEGER")
+    database.MIGRATIONS[before + 2] = lambda db: db.execute("UPDATE users SET quota = 5")
     first = Catalog(path)
     with first.write() as db:
         first.add_user(db, "ann", 0)
@@ -181,7 +179,7 @@ def test_migrations_run_once_and_in_order(tmp_path, monkeypatch):
     assert again.one("SELECT quota FROM users")["quota"] is None
     assert again.one("PRAGMA user_version")[0] == before + 2
     again.close()
-    database.MIGRATIONS.pop()
+    del database.MIGRATIONS[before + 2]
     with pytest.raises(IntegrityError, match="newer"):
         Catalog(path)
 
@@ -193,7 +191,7 @@ def test_a_migration_that_fails_changes_nothing(tmp_path, monkeypatch):
 
     path = tmp_path / "catalog.sqlite"
     Catalog(path).close()
-    monkeypatch.setattr(database, "MIGRATIONS", [*database.MIGRATIONS, broken])
+    monkeypatch.setattr(database, "MIGRATIONS", {**database.MIGRATIONS, 99: broken})
     with pytest.raises(RuntimeError):
         Catalog(path)
     monkeypatch.undo()

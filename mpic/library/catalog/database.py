@@ -22,7 +22,7 @@ from mpic.durable import FileSystem
 from mpic.errors import DatabaseBusy, IntegrityError, Unavailable
 from mpic.file_status import status_of
 from mpic.kv.chunk import ChunkKey
-from mpic.library.catalog.migrations import FIRST, MIGRATIONS
+from mpic.library.catalog.migrations import MIGRATIONS
 from mpic.library.folder.layout import CACHE_SIDECAR, SIDECAR, CatalogRow, path_of_row
 from mpic.library.records import File, Reference
 
@@ -275,12 +275,12 @@ class Catalog:
             raise IntegrityError(
                 f"{self.path} has version {done}, this program knows {latest()}: it was written by a newer one"
             )
-        if 0 < done < FIRST:
+        if done and done not in MIGRATIONS:
             raise IntegrityError(
-                f"{self.path} has version {done}, older than 0.1.0, whose catalogues have {FIRST}: open it once with "
-                "MPIC 0.1.0, which brings it up to date"
+                f"{self.path} has version {done}, which no release of the last two writes ({min(MIGRATIONS)} is that "
+                "of 0.1.0): open it once with the version that follows the one that wrote it (docs/upgrade.md)"
             )
-        for number, step in enumerate(MIGRATIONS, start=FIRST):
+        for number, step in MIGRATIONS.items():
             if number > done:
                 with self.write() as db:
                     step(db)
@@ -289,7 +289,7 @@ class Catalog:
 
 def latest() -> int:
     """Return the version of the catalogues that this program writes."""
-    return FIRST + len(MIGRATIONS) - 1
+    return max(MIGRATIONS)
 
 
 def to_row(record: File | Reference, root: Path) -> dict[str, Any]:
