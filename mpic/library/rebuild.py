@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from mpic.durable import FileSystem
 from mpic.errors import BadRequest, CorruptFile
 from mpic.library.catalog.database import Catalog, insert_row
-from mpic.library.folder.layout import CATALOG, scan, scan_chunks
+from mpic.library.folder.layout import CATALOG, scan
 from mpic.library.folder.lock import FolderLock, inspect_catalog
 from mpic.library.folder.sidecars import COLUMNS, CONTENT, TABLES, Sidecar, read_sidecars
 from mpic.library.limits import Limits
@@ -104,7 +104,7 @@ def recover(
 
 def size_of(root: Path) -> int:
     """Return the approximate number of bytes that ``recover`` reports to ``progress``."""
-    return sum((root / path).stat().st_size for path in scan(root).originals)
+    return sum((root / path).stat().st_size for path in scan(root, "files").originals)
 
 
 class _Rebuilding:
@@ -118,7 +118,7 @@ class _Rebuilding:
     ) -> None:
         self._root, self._catalog, self._filesystem = root, catalog, filesystem
         self._clock, self._progress = clock, progress
-        self._found = scan(root)
+        self._found = scan(root, "files", "kv")
         self._done = Recovery()
 
     def run(self) -> Recovery:
@@ -137,7 +137,7 @@ class _Rebuilding:
         for path in sorted(found.originals - described):
             self._trouble(path, "has no sidecar that describes it; it stays, upload it again or delete it")
         store = DiskStore(self._root, self._catalog, Limits(), self._filesystem, self._clock)
-        chunks = store.adopt(scan_chunks(self._root).sizes, self._trouble)
+        chunks = store.adopt(found.chunks, self._trouble)
         users = self._catalog.read("SELECT COUNT(*) FROM users")[0]
         self._done.counts.update(chunks=chunks, users=users[0])
         return self._done

@@ -41,7 +41,7 @@ class Reconciliation:
     ) -> None:
         self._root, self._catalog, self._sidecars = root, catalog, sidecars
         self._filesystem, self._known = filesystem, known
-        self._found = scan(root)
+        self._found = scan(root, "files", "tmp")
 
     def remove_leftovers(self) -> None:
         """Remove the files that were never finished, which may be what fills the disk."""

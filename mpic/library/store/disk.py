@@ -28,7 +28,7 @@ from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey
 from mpic.kv.file import ChunkFile, encode
 from mpic.kv.parts import LayerRange, Piece, PieceReader
 from mpic.library.catalog.database import OWED, Catalog
-from mpic.library.folder.layout import chunk_path, scan_chunks
+from mpic.library.folder.layout import chunk_path, scan
 from mpic.library.limits import Limits
 from mpic.library.store.chunk_rows import ChunkRow, ChunkRows, DurableChunk
 from mpic.library.store.tombstones import DeletedContents
@@ -348,12 +348,12 @@ class DiskStore:
             ``found_chunks`` have a row again, ``leftovers`` were removed; left alone were ``unlisted_files``, whose
             header cannot be used, and ``unknown``, which have no name of this program.
         """
-        found = scan_chunks(self.root)
+        found = scan(self.root, "kv")
         for path in found.leftovers:  # before anything is written: they may be what fills the disk
             self._filesystem.try_remove(self.root / path)
         lost, revived, gone = [], [], []
         for row, state in self._rows.every():
-            size = found.sizes.pop(row.path, None)
+            size = found.chunks.pop(row.path, None)
             if state == "ready" and size != row.bytes:
                 lost.append(row.key)
                 if size is not None:
@@ -364,8 +364,8 @@ class DiskStore:
                 gone.append(row.path)
         self._rows.mark(lost, "missing")
         self._rows.revive(revived)
-        deleted = self._catalog.tombstones(found.sizes)
-        unlisted = [path for path in found.sizes if path not in deleted]
+        deleted = self._catalog.tombstones(found.chunks)
+        unlisted = [path for path in found.chunks if path not in deleted]
         adopted = self.adopt(unlisted, lambda path, why: log.warning("%s %s", path, why))
         for path in (*gone, *deleted):
             self._filesystem.try_remove(self.root / path)
