@@ -69,7 +69,7 @@ class Catalog:
             raise Unavailable(f"there is no library in {path.parent}")
         self._lock = threading.RLock()
         self._idle: list[Connection] = []  # idle connections of readers
-        self._undone: list[Callable[[Connection], None]] = []  # see if_undone
+        self._undone: list[Callable[[], None]] = []  # see if_undone
         with translated(NAME, ADVICE):
             self._writer = self._connect(create=not read_only)
             if read_only:
@@ -135,21 +135,17 @@ class Catalog:
                 except BaseException:
                     if self._writer.in_transaction:
                         self._writer.execute("ROLLBACK")
-                    for action in self._undone:
-                        action(self._writer)
+                    for action in reversed(self._undone):
+                        action()
                     raise
             self._guard()
         finally:
             self._undone.clear()
             self._lock.release()
 
-    def if_undone(self, action: Callable[[Connection], None]) -> None:
-        """Register, within a transaction, what to do if it is undone, for what a rollback does not reach.
-
-        Args:
-            action: called once the transaction is undone, while no other can begin. It reads the rows as they are then,
-                and does not raise.
-        """
+    def if_undone(self, action: Callable[[], None]) -> None:
+        """Register, within a transaction, what to do once it is undone, for what a rollback does not reach. The last
+        action is called first, while no other transaction can begin; none may raise."""
         self._undone.append(action)
 
     def add_user(self, db: Connection, user: str, now: float) -> None:

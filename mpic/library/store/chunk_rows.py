@@ -270,7 +270,7 @@ class ChunkRows:
     def _write_touched(self, db: Connection) -> None:
         with self._lock:
             touched, self._touched = self._touched, {}
-        self._catalog.if_undone(lambda _: self._keep_touched(touched))
+        self._catalog.if_undone(lambda: self._keep_touched(touched))
         sql = "UPDATE chunks SET last_used = ? WHERE key = ?"
         db.executemany(sql, [(at, key) for key, at in touched.items()])
 
