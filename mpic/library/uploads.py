@@ -92,10 +92,6 @@ class UploadLibrary(UploadIntake):
             raise UnknownHandle(f"no file with the handle {cut(handle)!r}", handle=handle)
         return file
 
-    def held(self, user: str, handle: str | None) -> File | None:
-        """Return the user's file of this handle, ignoring case, if there is one."""
-        return self._rows.by_handle(user, handle) if handle else None
-
     def page(
         self,
         user: str,

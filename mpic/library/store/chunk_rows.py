@@ -130,17 +130,12 @@ class ChunkRows:
         db.execute("DELETE FROM deleted WHERE path = ?", (chunk.path,))
         insert_row(db, "chunks", values)
 
-    def mark(self, keys: Iterable[str], state: str) -> None:
-        """Mark ready chunks as gone, for the reason that ``state`` names."""
-        sql = "UPDATE chunks SET state = ? WHERE key = ? AND state = 'ready'"
+    def mark(self, keys: Iterable[str], state: str, was: str = "ready") -> None:
+        """Mark chunks of a state as gone, for the reason that ``state`` names, or as ready because their files are
+        back."""
         with self._catalog.write() as db:
-            db.executemany(sql, [(state, key) for key in keys])
-
-    def revive(self, keys: Iterable[str]) -> None:
-        """Mark missing chunks as ready, because their files are back."""
-        sql = "UPDATE chunks SET state = 'ready' WHERE key = ? AND state = 'missing'"
-        with self._catalog.write() as db:
-            db.executemany(sql, [(key,) for key in keys])
+            sql = "UPDATE chunks SET state = ? WHERE key = ? AND state = ?"
+            db.executemany(sql, [(state, key, was) for key in keys])
 
     def evict(
         self, owner: str, size: int, writing: Mapping[str, int], limits: Limits
@@ -258,7 +253,7 @@ class ChunkRows:
             raise IntegrityError(f"the recorded usage and the rows disagree: {sorted(wrong)[:3]}")
 
     def touch(self, keys: Iterable[KVKey]) -> None:
-        """Note in memory that the chunks were used now."""
+        """Note in memory that the chunks were used now, also those that were found nearer to the device."""
         with self._lock:
             self._touched.update(dict.fromkeys((key.digest for key in keys), self._clock()))
 

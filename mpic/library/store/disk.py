@@ -158,6 +158,8 @@ class DiskStore:
         self.lock = threading.RLock()  # taken before the catalogue's, never after
         self._guard = guard
         self._catalog, self._rows = catalog, ChunkRows(catalog, clock)
+        self.touch, self.flush, self.pinned = self._rows.touch, self._rows.flush, self._rows.pinned
+        self.forget_gone = self._rows.forget_gone
         self._limits = limits
         self._filesystem = filesystem or FileSystem()
         self._clock = clock
@@ -177,10 +179,6 @@ class DiskStore:
         self._rows.touch(found)
         self._count(requested=len(keys), hits=len(found))
         return {key: DiskChunk(self, key, tokens) for key, tokens in found.items()}
-
-    def touch(self, keys: Iterable[KVKey]) -> None:
-        """Note, in memory, that chunks were used which are also nearer to the device: the disk evicts them last."""
-        self._rows.touch(keys)
 
     def open(self, key: KVKey) -> DiskChunk | None:
         """Return the stored chunk with its inputs verified, or None. A bad file is removed and counted."""
@@ -230,10 +228,6 @@ class DiskStore:
         reason = self._missing_reason(key)
         self._count(**{f"missed_{reason}": 1})
         return reason
-
-    def pinned(self, owner: str, chunk: ChunkKey) -> bool:
-        """Return whether a pinned file or reference of this owner holds this content."""
-        return self._rows.pinned(owner, chunk)
 
     # Writing
 
@@ -329,10 +323,6 @@ class DiskStore:
         self._count(expired=len(gone))
         return list(dict.fromkeys((one.owner, one.content) for one in gone if one.last))
 
-    def flush(self) -> None:
-        """Write down when chunks were last used, which is kept in memory between writes."""
-        self._rows.flush()
-
     def path(self, key: KVKey) -> Path:
         """Return the path of a chunk's file, whether or not it exists."""
         return self.root / chunk_path(key)
@@ -363,7 +353,7 @@ class DiskStore:
             elif state != "ready" and size is not None:
                 gone.append(row.path)
         self._rows.mark(lost, "missing")
-        self._rows.revive(revived)
+        self._rows.mark(revived, "ready", was="missing")
         deleted = self._catalog.tombstones(found.chunks)
         unlisted = [path for path in found.chunks if path not in deleted]
         adopted = self.adopt(unlisted, lambda path, why: log.warning("%s %s", path, why))
@@ -399,10 +389,6 @@ class DiskStore:
         if found:
             self._rows.put_all(found)
         return len(found)
-
-    def forget_gone(self, before: float) -> None:
-        """Forget the chunks that are gone and were last used before this time."""
-        self._rows.forget_gone(before)
 
     def stats(self) -> dict[str, int]:
         """Return counters since the start (``hits`` of ``requested``, bytes, evictions) and the number and bytes of
