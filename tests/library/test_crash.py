@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 from crash_model import MODES, write_image
 from library_life import LIMITS, Life, Unsynced, found, live
-from library_tools import Clock, Crash, CrashingFiles, everything, kill, make_chunk
+from library_tools import Clock, everything
 
 from mpic.errors import DatabaseDamaged, DatabaseFailed, IntegrityError, StorageFull
 from mpic.library import Library
@@ -138,26 +138,6 @@ def test_the_crash_model_finds_a_disk_that_lies_about_syncing(tmp_path, life, li
         except Exception:
             wrong += 1
     assert wrong > 0
-
-
-def test_a_crash_between_write_and_rename_leaves_nothing_visible(tmp_path):
-    class Stops(CrashingFiles):
-        def rename(self, source, target):
-            if "kv" not in target.parts:
-                return super().rename(source, target)
-            assert source.read_bytes() and not target.exists()
-            self.dead = True
-            raise Crash
-
-    library = Library.open(tmp_path, filesystem=Stops(10**9))
-    with pytest.raises(Crash):
-        library.store.save(make_chunk())
-    kill(library)
-    (left,) = everything(tmp_path)
-    assert left.endswith(".tmp")
-    with Library.open(tmp_path) as library:
-        assert library.store.open(make_chunk().key) is None
-        assert library.recovered["leftovers"] == 1 and not everything(tmp_path)
 
 
 # The catalogue
