@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-from mpic.errors import BadRequest, MPICError, OutOfMemory, ReferenceNotFound, TooLarge
+from mpic.errors import BadRequest, MPICError, OutOfMemory, ReferenceExists, ReferenceNotFound, TooLarge
 from mpic.library.records import Reference, Scalar
 from mpic.library.references import ReferenceLibrary
 from mpic.memory import as_errors
@@ -170,11 +170,17 @@ class LibraryTarget:
     """An ``ImportTarget`` that is a library opened by this process.
 
     Args:
-        source: see ``ReferenceLibrary.add``.
+        source: see ``ReferenceLibrary.add``. With a source, no reference of somebody else is taken over.
+        changed: called with each version that was added or replaced.
     """
 
-    def __init__(self, references: ReferenceLibrary, source: str = "") -> None:
-        self._references, self._synced_from = references, source
+    def __init__(
+        self,
+        references: ReferenceLibrary,
+        source: str = "",
+        changed: Callable[[Reference], None] = lambda reference: None,
+    ) -> None:
+        self._references, self._source, self._changed = references, source, changed
         self.largest: int | None = references.upload_bytes
 
     async def there(self, id: str) -> KnownReference | None:
@@ -182,19 +188,20 @@ class LibraryTarget:
             found = self._references.get(id)
         except ReferenceNotFound:
             return None
+        if self._source and found.synced_from != self._source:
+            raise ReferenceExists("another reference has this id, which the sync has not added", param="id")
         return KnownReference(found.sha256, found.title, found.description, found.metadata)
 
     async def add(self, item: ImportItem, content: bytes) -> str:
-        words, source = _words(item), self._synced_from
+        words, source = _words(item), self._source
         added = await self._references.add(content, item.filename, id=item.id, synced_from=source, **words)
-        return self.stored(added)
+        self._changed(added)
+        return added.kind
 
     async def replace(self, item: ImportItem, content: bytes) -> str:
-        return self.stored(await self._references.replace(item.id, content, item.filename, **_words(item)))
-
-    def stored(self, reference: Reference) -> str:
-        """Return the kind of a version that was stored."""
-        return reference.kind
+        replaced = await self._references.replace(item.id, content, item.filename, **_words(item))
+        self._changed(replaced)
+        return replaced.kind
 
 
 def _words(item: ImportItem) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def sidecar_of(original: Path) -> Path:
 
 
 @dataclass
-class Found:
+class FoundFiles:
     """The files of a library, by paths relative to its folder.
 
     Args:
@@ -121,7 +121,7 @@ class Found:
     unknown: list[str] = field(default_factory=list)
 
 
-def scan(root: Path, *tops: Literal["files", "kv", "tmp"]) -> Found:
+def scan(root: Path, *tops: Literal["files", "kv", "tmp"]) -> FoundFiles:
     """List everything in these folders of a library. No symbolic link is followed below them. Files that a server
     removes meanwhile are left out.
 
@@ -130,7 +130,7 @@ def scan(root: Path, *tops: Literal["files", "kv", "tmp"]) -> Found:
             name of an original: what is behind it would count as lost.
         OSError: a folder cannot be read.
     """
-    found = Found()
+    found = FoundFiles()
     for top in tops:
         for folder, folders, names in os.walk(root / top, onerror=_unless_gone):
             parent = os.path.relpath(folder, root)
@@ -149,7 +149,7 @@ def scan(root: Path, *tops: Literal["files", "kv", "tmp"]) -> Found:
     return found
 
 
-def _take(found: Found, root: Path, path: str) -> None:
+def _take(found: FoundFiles, root: Path, path: str) -> None:
     """Record a file under the kind that its path implies. Raise FileNotFoundError: it has gone meanwhile."""
     kind = next((kind for kind, pattern in KINDS.items() if pattern.fullmatch(path)), "unknown")
     if kind == "originals" and os.path.isfile(root / path):

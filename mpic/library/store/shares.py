@@ -80,7 +80,7 @@ def make_room(
     """
     used = {saver: 0, **used}
     used[saver] += size
-    turns = {owner: _Turns(candidates(owner)) for owner in used}
+    turns = {owner: _EvictionOrder(candidates(owner)) for owner in used}
     over = lambda owner: used[owner] - bounds.share(owner, used)
     gone: list[tuple[H, Why]] = []
 
@@ -118,16 +118,15 @@ def make_room(
                 budget=bounds.budget,
             )
     free = bounds.budget - sum(used.values())
-    for chunk, why in reversed(
-        gone.copy()
-    ):  # those of the saver that still fit, as a larger one went after them
+    # the saver keeps those of its chunks that still fit, because a larger one was chosen after them
+    for chunk, why in gone[::-1]:
         if why == "budget" and chunk.bytes <= free:
             free -= chunk.bytes
             gone.remove((chunk, why))
     return gone
 
 
-class _Turns(Generic[H]):
+class _EvictionOrder(Generic[H]):
     """An owner's chunks in the order in which they are evicted: least recently used first, pinned ones last. No more of
     them are read than it takes to tell the first."""
 
