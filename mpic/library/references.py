@@ -207,7 +207,7 @@ class ReferenceLibrary(LibraryPart):
         Raises:
             ReferenceNotFound: there is none.
         """
-        self._rows.set(id, "pinned", pinned)
+        self._rows.set_column(id, "pinned", pinned)
         return self.get(id)
 
     def extend(self, id: str, expires_after: int | None) -> Reference:
@@ -218,7 +218,9 @@ class ReferenceLibrary(LibraryPart):
             BadRequest: the number of seconds is not valid.
         """
         check_life("ttl", expires_after)
-        self._rows.set(id, "expires_at", None if expires_after is None else self._clock() + expires_after)
+        self._rows.set_column(
+            id, "expires_at", None if expires_after is None else self._clock() + expires_after
+        )
         return self.get(id)
 
     def collect_expired(self) -> list[Removed]:

@@ -227,9 +227,9 @@ class UploadIntake(InlineChunks):
             return None
         if not self._intact(old):  # the upload replaces it
             return None
-        self._rows.set(old.owner, old.id, "expires_at", expires_at)
+        self._rows.set_column(old.owner, old.id, "expires_at", expires_at)
         if wanted.kv_ttl is not None:
-            self._rows.set(old.owner, old.id, "kv_ttl", wanted.kv_ttl)
+            self._rows.set_column(old.owner, old.id, "kv_ttl", wanted.kv_ttl)
         if old.state == "failed":  # compiling may succeed this time, especially if the file is cut now
             split = _split(wanted, old.kind, old.pages)
             if split != old.split:

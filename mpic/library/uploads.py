@@ -243,7 +243,7 @@ class UploadLibrary(UploadIntake):
         """
         check_life("expires_after", expires_after)
         at = None if expires_after is None else self._clock() + expires_after
-        self._rows.set(user, file_id, "expires_at", at)
+        self._rows.set_column(user, file_id, "expires_at", at)
         return self.get(user, file_id)
 
     def rename(self, user: str, file_id: str, handle: str | None) -> File:
@@ -265,7 +265,7 @@ class UploadLibrary(UploadIntake):
         Raises:
             FileNotFound: see ``get``.
         """
-        self._rows.set(user, file_id, "pinned", pinned)
+        self._rows.set_column(user, file_id, "pinned", pinned)
         return self.get(user, file_id)
 
     def keep_kv(self, user: str, file_id: str, seconds: int | None) -> File:
@@ -277,7 +277,7 @@ class UploadLibrary(UploadIntake):
             BadRequest: the number of seconds is not valid.
         """
         check_life("kv_ttl", seconds)
-        self._rows.set(user, file_id, "kv_ttl", seconds)
+        self._rows.set_column(user, file_id, "kv_ttl", seconds)
         return self.get(user, file_id)
 
     def delete(self, user: str, file_id: str) -> Removed:

@@ -148,7 +148,7 @@ class FileRows:
         read = self._catalog.read if db is None else lambda sql, *values: db.execute(sql, values).fetchall()
         check_originals(read, user, files, size, self._limits, key, self._clock())
 
-    def set(
+    def set_column(
         self, user: str, file_id: str, column: Literal["expires_at", "pinned", "kv_ttl"], value: float | None
     ) -> None:
         """Change a column of a file. A file that has expired stays as it is."""

@@ -172,7 +172,9 @@ class ReferenceRows:
         with self._catalog.write() as db:
             db.execute(sql, (state, tokens, error, *self._name(reference)))
 
-    def set(self, reference_id: str, column: Literal["expires_at", "pinned"], value: float | None) -> None:
+    def set_column(
+        self, reference_id: str, column: Literal["expires_at", "pinned"], value: float | None
+    ) -> None:
         """Change a column of a reference, if there is one of this id that has not expired."""
         sql = f"UPDATE refs SET {column} = :value WHERE id = :id AND {ALIVE}"
         with self._catalog.write() as db:
