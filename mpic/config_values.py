@@ -17,6 +17,12 @@ class ConfigError(BadRequest):
     code = "config_error"
 
 
+GONE = {
+    "orphan_days": "files that the catalogue does not list stay where they are, and a start names them; leave it out",
+}
+"""Keys of earlier versions, and what to do instead."""
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the content of a TOML file. Raise ConfigError."""
     try:
@@ -40,6 +46,8 @@ def build(section: str, cls: type, values: Mapping[str, Any]) -> Any:
     types = get_type_hints(cls)
     checked = {}
     for key, value in values.items():
+        if key in GONE:
+            raise ConfigError(f"[{section}] {key} is gone: {GONE[key]}", param=key)
         if key not in types:
             known = listed(f.name for f in dataclasses.fields(cls))  # ty: ignore[invalid-argument-type] (`cls` is a dataclass)
             raise ConfigError(f"unknown key {key!r} in [{section}]; known: {known}", param=key)

@@ -49,8 +49,6 @@ class StorageLimits:
         kv_ttl: seconds for which compiled chunks are kept that nobody uses, unless they are pinned or their file says
             otherwise; the originals stay, and the next use compiles them again. 0: as long as there is room.
         shared_fraction: part of each budget that is kept for references while any are stored.
-        orphan_days: how long files that the catalogue does not know are kept in quarantine before a start deletes
-            them; 0: for ever.
 
     Raises:
         ValueError: a value is not valid.
@@ -73,7 +71,6 @@ class StorageLimits:
     user_host_bytes: int = 0
     kv_ttl: int = 0
     shared_fraction: float = 0.5
-    orphan_days: int = 30
 
     def __post_init__(self) -> None:
         for name in POSITIVE:
@@ -88,7 +85,6 @@ class StorageLimits:
             "host_bytes",
             "user_host_bytes",
             "kv_ttl",
-            "orphan_days",
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")

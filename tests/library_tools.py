@@ -243,7 +243,9 @@ def downgrade(root, version, monkeypatch):
     """Rewrite the catalogue of a closed library to the form of an earlier version."""
     new, old = root / "catalog.sqlite", root / "old.sqlite"
     with monkeypatch.context() as patch:
-        patch.setattr(database, "MIGRATIONS", database.MIGRATIONS[: version - database.FIRST + 1])
+        patch.setattr(
+            database, "MIGRATIONS", {n: step for n, step in database.MIGRATIONS.items() if n <= version}
+        )
         database.Catalog(old).close()
     with closing(sqlite3.connect(old)) as db:
         db.execute("ATTACH ? AS new", (str(new),))

@@ -21,8 +21,8 @@ app = command_app(
     "needs a key, that of this machine and of the web page too "
     "(`Authorization: Bearer KEY`), and `mpic serve --host 0.0.0.0` is allowed. Keys may be made and revoked while the "
     "server runs; a revoked key is refused from its next request on, and its running answers end within a second.\n\n"
-    "What was uploaded before belongs to the user `local`: `mpic keys create local` makes a key for it. To copy it to "
-    "another user: `mpic library backup FOLDER --user local`, then `mpic library import FOLDER --user NAME`. The way "
+    "What was uploaded before belongs to the user `local`: `mpic keys create local` makes a key for it. To copy a file "
+    "to another user: `mpic files content NAME` with that key, then `mpic upload` with the other's. The way "
     "back to a server without keys: stop it, remove `keys.sqlite` and `keys.needed` from its data folder, "
     "start it; uploads of the keys' users stay, and are found again when their keys are made again."
 )

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from contextlib import closing
-from dataclasses import asdict
-from datetime import datetime
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.filesize import decimal
 
 from mpic.cli import library_backup
-from mpic.cli.common import Json, command_app, err, out, print_json, print_result, print_table, progress
+from mpic.cli.common import Json, command_app, out, print_json, print_result, print_table, progress
 from mpic.cli.folder import (
     ConfigFile,
     DataDir,
@@ -24,33 +19,33 @@ from mpic.cli.folder import (
     open_or_inspect,
 )
 from mpic.config import ConfigError
-from mpic.errors import BadRequest, NotFound, Unavailable, UnknownHandle
-from mpic.keys import Key, KeyStore, any_keys
+from mpic.errors import BadRequest, Unavailable
 
 if TYPE_CHECKING:
-    from mpic.config import LibraryConfig
-    from mpic.library import File, Library, Reference, StorageUsage
-    from mpic.library.copies.bulk_import import ImportResult
+    from mpic.library import Library
     from mpic.library.store import Objects
     from mpic.library.upkeep import Problem
 
 app = command_app(
     "The folder with uploads, references and compiled chunks: look at it, verify it, copy it, move it.\n\n"
-    "`ls`, `show`, `backup` and `check` work while a server runs; stop the server for the others. To "
+    "`ls`, `backup` and `check` work while a server runs; stop the server for the others. To "
     "manage your own uploads on a server use `mpic files`.\n\n"
-    "`backup` copies everything as it is (ids, quotas, keys, caches), to be restored into an empty folder; `import` "
-    "adds the uploads and references of a backup to any library."
+    "`backup` copies everything as it is (ids, quotas, keys, caches), to be restored into an empty folder."
 )
 app.command("backup")(library_backup.backup)
 app.command("restore")(library_backup.restore)
 app.command("recover")(library_backup.recover)
 
 GONE = {
-    "gc": "a start and `mpic library check` remove what a crash has left, a server what has expired; damaged chunks in "
-    "`quarantine/` are yours to delete",
-    "export": "`mpic library backup FOLDER` (`--user NAME` for one user's files) writes what `import` reads",
+    "gc": "a start and `mpic library check` remove what a crash has left, a server what has expired; `quarantine/` of "
+    "earlier versions is yours to delete",
+    "export": "`mpic library backup FOLDER` copies all of it, and `mpic files content NAME` one upload",
+    "import": "`mpic references import SOURCE` imports references through the server, `mpic library restore` makes a "
+    "library of a backup, and `mpic upload` takes over files",
     "give": "`mpic keys create USER` makes a key of the user who has the files (`local`: those of times without keys); "
-    "`mpic library backup FOLDER --user USER`, then `mpic library import FOLDER --user NEW` copies them to another",
+    "with it `mpic files content NAME` copies one, which `mpic upload` stores for the owner of another key",
+    "pin": "`mpic files pin NAME` and `mpic references pin ID` do it while the server runs",
+    "show": "`mpic files show NAME` and `mpic references show ID` do it while the server runs",
     "press": "`mpic serve --press PRESS` compresses chunks that are stored when they are next used",
 }
 """Commands of earlier versions, and what does the same."""
@@ -77,59 +72,26 @@ def library_ls(
     config: ConfigFile = None,
     as_json: Json = False,
 ) -> None:
-    """List files and bytes by user and tier, and every quota that bounds them: the user's and those of its keys.
+    """List files and bytes by user and tier, and the user's quota; `mpic keys list` shows those of keys.
 
-    Tier `original` holds uploads, tier `disk` compiled chunks, tier `remote` those in the store of `[library] remote`,
-    which is asked (`--config`). It works while a server runs.
+    Tier `original` holds uploads, tier `disk` compiled chunks. It works while a server runs.
     """
     with inspect_library(data_dir, config) as library:
-        found = [*library.usage(), *_remote_usage(library, library_settings(data_dir, config))]
-        rows = [row for row in found if user in (None, row.owner)]
-        disk, keys = library.limits.disk_bytes, _key_quotas(library.root)
+        rows = [row for row in library.usage() if user in (None, row.owner)]
+        disk = library.limits.disk_bytes
     if as_json:
-        print_json([row._asdict() | {"keys": _keys_of(row, keys)} for row in rows])
+        print_json([row._asdict() for row in rows])
         return
     print_table(
         ("user", "tier", "files", "bytes", "quota"),
-        [(row.owner, row.tier, row.count, decimal(row.bytes), _quotas(row, keys)) for row in rows],
+        [
+            (row.owner, row.tier, row.count, decimal(row.bytes), _quota(row.files_quota, row.bytes_quota))
+            for row in rows
+        ],
         "nothing is stored yet",
     )
     compiled = sum(row.bytes for row in rows if row.tier == "disk")
     out.print(f"compiled chunks: {decimal(compiled)} of {decimal(disk)}")
-
-
-@app.command("show")
-def library_show(
-    name: Annotated[str, typer.Argument(help="a file's id or handle, or a reference's id")],
-    user: Annotated[str, typer.Option(help="the owner of the file; needed for handles")] = "local",
-    data_dir: DataDir = None,
-    config: ConfigFile = None,
-    as_json: Json = False,
-) -> None:
-    """Show one file or reference: what it is, when it expires, and its compiled chunks by model and state.
-
-    A chunk that is not `ready` shows the reason: it was evicted (for its owner's quota, its owner's newer uploads, or
-    another user's share), expired, or damaged. It works while a server runs.
-    """
-    with inspect_library(data_dir, config) as library:
-        found = _find(library, name, user)
-        owner = getattr(found, "owner", "@shared")
-        sql = "SELECT * FROM chunks WHERE owner = ? AND kind = ? AND digest = ? ORDER BY created_at"
-        chunks = [dict(row) for row in library.catalog.read(sql, owner, found.key.kind, found.key.digest)]
-    facts = {k: v for k, v in asdict(found).items() if k not in ("key", "path")}
-    facts |= {"digest": found.key.digest, "path": str(found.path)}
-    if as_json:
-        print_json({**facts, "chunks": chunks})
-        return
-    for key, value in facts.items():
-        if value not in (None, "", {}):
-            out.print(f"{key:>12}  {_shown(key, value)}", soft_wrap=True)
-    rows = []
-    for chunk in chunks:
-        why = f" ({chunk['why']})" if chunk["state"] == "evicted" and chunk["why"] else ""
-        kept = (_recipe(chunk["recipe"]), chunk["state"] + why, chunk["tokens"], decimal(chunk["bytes"]))
-        rows.append((chunk["model"][:12], *kept, _time(chunk["last_used"])))
-    print_table(("model", "dtype", "state", "tokens", "bytes", "last used"), rows, "never compiled")
 
 
 @app.command("check")
@@ -146,11 +108,10 @@ def library_check(
 ) -> None:
     """Verify the catalogue and every byte of every original, sidecar and compiled chunk.
 
-    The effects of a crash are repaired first. A damaged chunk is moved to `quarantine/` and compiled again on next
-    use; a damaged original stays for you to replace. Files that the catalogue does not know are counted: originals with
-    a sidecar stay where they are until `mpic library recover --force` lists them, others are kept in
-    `quarantine/orphans/DATE/` for `orphan_days`. Exit status 1 if anything was damaged or lost; what a server leaves
-    that was killed is noted, and is neither.
+    The effects of a crash are repaired first. A damaged chunk is removed and compiled again on next use; a damaged
+    original stays for you to replace. Files that the catalogue does not list are counted, and stay where they are:
+    `mpic library recover --force` lists them. Exit status 1 if anything was damaged or lost; what a server leaves that
+    was killed is noted, and is neither.
 
     Beside a running server it changes and repairs nothing, except with `--remote` in the store: a damaged chunk is
     moved aside there, and one that a deletion has left behind is deleted, whichever server has put it there.
@@ -166,12 +127,9 @@ def library_check(
             problems = check(library, contents=not quick, progress=advance)
             if objects is not None:
                 problems += _check_remote(library, objects, not quick)
-        recovered, aside = library.recovered, library.orphans.kept()
-        kept = f"deleted {library.limits.orphan_days} days later" if library.limits.orphan_days else "kept"
-    orphans = {"files": len(aside), "bytes": sum(orphan.bytes for orphan in aside)}
-    orphans["oldest"] = aside[0].since if aside else None
+        recovered = library.recovered
     if as_json:
-        print_json({"problems": [p._asdict() for p in problems], "recovered": recovered, "orphans": orphans})
+        print_json({"problems": [p._asdict() for p in problems], "recovered": recovered})
     else:
         for what, count in recovered.items():
             if count and what == "unknown":
@@ -180,11 +138,6 @@ def library_check(
                 out.print(f"{count} {WARNINGS[what]}", soft_wrap=True)
             elif count:
                 out.print(f"repaired after a crash: {count} {what.replace('_', ' ')}")
-        if aside:
-            out.print(
-                f"{len(aside)} files that the catalogue does not know ({decimal(orphans['bytes'])}) lie in "
-                f"quarantine/orphans, since {orphans['oldest']}; they are {kept}"
-            )
         for problem in problems:
             if not problem.damaged:
                 out.print(f"left by a crash: {problem.path} {problem.what}; {problem.then}", soft_wrap=True)
@@ -192,55 +145,6 @@ def library_check(
         print_table(("name", "file", "what", "then"), rows, "everything is as it was stored")
     if any(problem.damaged for problem in problems):
         raise typer.Exit(1)
-
-
-@app.command("import")
-def library_import(
-    source: Annotated[
-        Path,
-        typer.Argument(help="a backup, a folder, or a .jsonl file", exists=True),
-    ],
-    user: Annotated[
-        str | None, typer.Option(help="who gets the uploads of a backup; default: who had them")
-    ] = None,
-    data_dir: DataDir = None,
-    config: ConfigFile = None,
-    as_json: Json = False,
-) -> None:
-    """Import the uploads and references of a backup, or references in bulk from a folder or a JSONL file.
-
-    A backup: files get new ids; explicit caches and compiled chunks stay behind.
-    A folder: every file becomes a reference; links out of the folder are refused. JSONL: one object a line with `path`
-    or `text`, and `title`, `id`, `description`, `metadata`. Run it again to resume: references that exist are left as
-    they are, those that have changed are replaced. Exit status 1 if anything was refused; the table shows it with the
-    reason.
-
-    Example: `mpic library import data/references/references.jsonl`
-    """
-    from mpic.library.copies.bulk_import import LibraryTarget, import_references, run_import
-    from mpic.library.copies.restore import add
-    from mpic.library.folder.lock import BACKUP
-
-    with (
-        open_library(data_dir, config, create=True) as library,
-        progress("importing", None, as_json) as advance,
-    ):
-        if source.suffix == ".tar":
-            raise BadRequest(
-                "tar files of `mpic library export` are read by version 0.1: import it there, then let this version "
-                "open that folder, or import a backup of it",
-                param="source",
-            )
-        if (source / BACKUP).exists():
-            results = add(library, source, user, lambda result: advance(1))
-        elif user is not None:
-            raise BadRequest(
-                "--user is for the uploads of a backup; references belong to nobody", param="user"
-            )
-        else:
-            target = LibraryTarget(library.references)
-            results = run_import(import_references(source, target, lambda result: advance(1)))
-    show_results(results, as_json)
 
 
 @app.command("quota")
@@ -263,79 +167,15 @@ def library_quota(
     print_result(quotas, f"{user}: {', '.join(words)}", as_json)
 
 
-@app.command("pin")
-def library_pin(
-    name: Annotated[str, typer.Argument(help="a file's id or handle, or a reference's id")],
-    off: Annotated[bool, typer.Option("--off", help="end it")] = False,
-    user: Annotated[str, typer.Option(help="the owner of the file; needed for handles")] = "local",
-    data_dir: DataDir = None,
-    config: ConfigFile = None,
-    as_json: Json = False,
-) -> None:
-    """Keep the compiled chunk of a file or a reference when its owner's newer ones need room.
-
-    A pin does not take more of the disk than the owner's share. `mpic library show` tells whether something is pinned.
-    """
-    from mpic.library import File
-
-    with open_library(data_dir, config) as library:
-        found = _find(library, name, user)
-        if isinstance(found, File):
-            library.files.pin(found.owner, found.id, not off)
-        else:
-            library.references.pin(found.id, not off)
-    print_result({"id": found.id, "pinned": not off}, f"{found.id} is {'not ' * off}pinned", as_json)
-
-
-def show_results(results: list[ImportResult], as_json: bool) -> None:
-    """Show the results of an import. Exit status 1 if anything was refused."""
-    count = Counter(result.outcome for result in results)
-    refused = [result for result in results if result.outcome == "refused" or result.why]
-    value = {"counts": dict(count), "noted": [result._asdict() for result in refused]}
-    rows = [(result.where, result.outcome, result.why, result.code) for result in refused]
-    line = ", ".join(f"{n:,} {what}" for what, n in sorted(count.items())) or "nothing to import"
-    if rows and not as_json:
-        print_table(("where", "outcome", "why", "code"), rows, "")
-    print_result(value, line, as_json)
-    if count["refused"]:
-        raise typer.Exit(1)
-
-
-def _owners(library: Library) -> dict[str, str]:
-    """Return the users that the catalogue knows, by the hash that stands for them in a remote store."""
+def _check_remote(library: Library, objects: Objects, contents: bool) -> list[Problem]:
     from mpic.library import SHARED
     from mpic.library.folder.layout import owner_folder
-
-    users = [row["id"] for row in library.catalog.read("SELECT id FROM users")]
-    return {owner_folder(user): user for user in (*users, SHARED)}
-
-
-def _remote_usage(library: Library, settings: LibraryConfig) -> list[StorageUsage]:
-    """Return the usage of the remote store, if there is one; of a store that does not answer, a note on stderr."""
-    from mpic.library import StorageUsage
-    from mpic.library.store.objects import StoreUnavailable
-    from mpic.library.store.remote_check import usage
-
-    if (objects := settings.objects()) is None:
-        return []
-    owners = _owners(library)
-    try:
-        found = usage(objects)
-    except StoreUnavailable as error:
-        err.print(f"{error}", soft_wrap=True)
-        return []
-    return [
-        StorageUsage(owners.get(owner, f"(another server's: {owner[:12]})"), "remote", *totals, 0, 0)
-        for owner, totals in sorted(found.items())
-    ]
-
-
-def _check_remote(library: Library, objects: Objects, contents: bool) -> list[Problem]:
     from mpic.library.store.objects import StoreUnavailable
     from mpic.library.store.remote_check import check
     from mpic.library.upkeep import Problem
 
-    owners = _owners(library)
+    users = [row["id"] for row in library.catalog.read("SELECT id FROM users")]
+    owners = {owner_folder(user): user for user in (*users, SHARED)}
     try:
         return [
             Problem(f"remote: {fault.name}", fault.what, fault.then, owners.get(fault.owner, ""))
@@ -345,69 +185,5 @@ def _check_remote(library: Library, objects: Objects, contents: bool) -> list[Pr
         raise Unavailable(str(error)) from None
 
 
-def _find(library: Library, name: str, user: str) -> File | Reference:
-    """Return a file or a reference by its id, or a file by its handle, which may begin like an id. Raise NotFound."""
-    if not name.startswith(("ref_", "file-")):
-        return library.files.by_handle(user, name)
-    try:
-        return _by_id(library, name)
-    except NotFound as no_id:
-        try:
-            return library.files.by_handle(user, name)
-        except UnknownHandle:
-            raise no_id from None
-
-
-def _by_id(library: Library, id: str) -> File | Reference:
-    if id.startswith("ref_"):
-        return library.references.get(id)
-    row = library.catalog.one("SELECT owner FROM files WHERE id = ?", id)
-    if row is None:
-        raise NotFound(f"no file {id!r}")
-    return library.files.get(row["owner"], id)
-
-
-def _key_quotas(root: Path) -> list[Key]:
-    """Return the valid keys that have a quota."""
-    if not any_keys(root):
-        return []
-    with closing(KeyStore(root)) as store:
-        keys = [key for key in store.listing() if key.revoked_at is None]
-    return [key for key in keys if key.limits.files or key.limits.bytes]
-
-
-def _keys_of(row: StorageUsage, keys: list[Key]) -> dict[str, dict[str, int | None]]:
-    """Return the quotas of the user's keys by prefix; they bound originals only."""
-    mine = [key for key in keys if key.user == row.owner and row.tier == "original"]
-    return {f"mpic_{key.prefix}": {"files": key.limits.files, "bytes": key.limits.bytes} for key in mine}
-
-
-def _quotas(row: StorageUsage, keys: list[Key]) -> str:
-    own = _quota(row.files_quota, row.bytes_quota)
-    parts = [own] if own else []
-    parts += [f"{name}: {_quota(**quota)}" for name, quota in _keys_of(row, keys).items()]
-    return "; ".join(parts) or "-"
-
-
-def _quota(files: int | None, bytes: int | None) -> str:
-    return ", ".join([*([f"{files:,} files"] if files else []), *([decimal(bytes)] if bytes else [])])
-
-
-def _recipe(text: str) -> str:
-    import json
-
-    recipe = json.loads(text)
-    plain = recipe["dtype"] + ("" if recipe["codec"] == "raw" else f" {recipe['codec']}")
-    behind = f" behind {recipe['sink']} BOS" if recipe["sink"] else ""
-    pressed = f" under {recipe['press']}" if recipe.get("press") else ""
-    return plain + behind + (f" in packet {recipe['packet'][:12]}" if recipe.get("packet") else "") + pressed
-
-
-def _shown(key: str, value: Any) -> str:
-    if key.endswith("_at"):
-        return _time(value)
-    return decimal(value) if key == "bytes" else str(value)
-
-
-def _time(at: float) -> str:
-    return datetime.fromtimestamp(at).isoformat(" ", "seconds")
+def _quota(files: int, bytes: int) -> str:
+    return ", ".join([*([f"{files:,} files"] if files else []), *([decimal(bytes)] if bytes else [])]) or "-"

@@ -24,7 +24,7 @@ def backup(
     copy: Annotated[
         bool, typer.Option("--copy", help="copy and verify every byte, make no hard links")
     ] = False,
-    user: Annotated[str | None, typer.Option(help="only what this user has")] = None,
+    user: Annotated[str | None, typer.Option(hidden=True)] = None,
     data_dir: DataDir = None,
     config: ConfigFile = None,
     as_json: Json = False,
@@ -33,18 +33,23 @@ def backup(
 
     The copy holds the catalogue at one moment, every original that it lists, the API keys and, unless the file with it
     cannot be read, what reuse has saved. On the same disk originals are hard links, which take no space; on another
-    disk they are copied and verified. `mpic library restore` makes a library of it; `mpic library import` puts its
-    uploads and references into another one. With `--user` it has nothing of others: no references, no API keys. Exit
-    status 1 if an original was damaged or lost before.
+    disk they are copied and verified. `mpic library restore` makes a library of it. Exit status 1 if an original was
+    damaged or lost before.
 
     Example: `mpic library backup /backups/monday`
     """
     from mpic.library.copies.backup import backup, size_of
 
+    if user is not None:
+        raise BadRequest(
+            "--user is gone: a backup is of all users. With a key of the user (`mpic keys create USER`), `mpic files "
+            "content NAME` copies an upload",
+            param="user",
+        )
     root, _ = library_location(data_dir, config)
-    total = size_of(root, user) if (root / "catalog.sqlite").is_file() else None
+    total = size_of(root) if (root / "catalog.sqlite").is_file() else None
     with progress("copying", total, as_json) as advance:
-        done = backup(root, target, chunks, not copy, user, advance)
+        done = backup(root, target, chunks, not copy, advance)
     _show_copied(done, f"the backup is in {target}", as_json)
 
 
@@ -72,9 +77,7 @@ def restore(
 
 
 def recover(
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="list what would be done, and change nothing")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", hidden=True)] = False,
     force: Annotated[
         bool, typer.Option("--force", help="make a new catalogue although the old one is intact")
     ] = False,
@@ -97,16 +100,20 @@ def recover(
     if without_sidecars:
         raise BadRequest(
             "--without-sidecars is gone, because every released version writes sidecars: recover without it, and "
-            "upload the originals that the table shows again, from quarantine/orphans/",
+            "upload the originals that the table shows again",
             param="without_sidecars",
+        )
+    if dry_run:
+        raise BadRequest(
+            "--dry-run is gone: the old catalogue is put aside, and can be moved back", param="dry_run"
         )
     root, _ = library_location(data_dir, config)
     with progress("reading", size_of(root), as_json) as advance:
-        done = recover(root, dry_run, force, progress=advance)
+        done = recover(root, force, progress=advance)
     aside = None if done.aside is None else str(done.aside)
     troubles = [trouble._asdict() for trouble in done.troubles]
     value = {"counts": dict(done.counts), "troubles": troubles, "aside": aside}
-    line = f"{_counted(done.counts)} {'would be' if dry_run else 'are'} in the catalogue"
+    line = f"{_counted(done.counts)} are in the catalogue"
     line += f"\nthe old catalogue is {aside}" if aside else ""
     print_outcome(value, as_json, ("file", "what"), done.troubles, line)
 

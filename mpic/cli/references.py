@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -24,6 +25,7 @@ from mpic.cli.common import (
     print_json,
     print_listing,
     print_result,
+    print_table,
     progress,
     read_json,
     when,
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 
     from mpic.client import MPIC
     from mpic.client.types import Reference
-    from mpic.library.copies.bulk_import import ImportItem, KnownReference
+    from mpic.library.copies.bulk_import import ImportItem, ImportResult, KnownReference
 
 _LABORATORY = {"evaluate": "Measure retrieval on the bundled set, in this process."}
 
@@ -210,14 +212,27 @@ def import_(
     Links out of the folder are refused. Run it again to resume: references that exist are left as they are, those that
     have changed are replaced.
     """
-    from mpic.cli.library import show_results
     from mpic.client.io import finish
     from mpic.library.copies.bulk_import import import_references
 
     with progress("importing", None, as_json) as advance:
         # not asyncio.run: its event loop would take the first Ctrl-C, and nothing here ever waits for that loop
         results = finish(import_references(source, IntoServer(client), lambda result: advance(1)))
-    show_results(results, as_json)
+    _show_results(results, as_json)
+
+
+def _show_results(results: list[ImportResult], as_json: bool) -> None:
+    """Show the results of an import. Exit status 1 if anything was refused."""
+    count = Counter(result.outcome for result in results)
+    refused = [result for result in results if result.outcome == "refused" or result.why]
+    value = {"counts": dict(count), "noted": [result._asdict() for result in refused]}
+    rows = [(result.where, result.outcome, result.why, result.code) for result in refused]
+    line = ", ".join(f"{n:,} {what}" for what, n in sorted(count.items())) or "nothing to import"
+    if rows and not as_json:
+        print_table(("where", "outcome", "why", "code"), rows, "")
+    print_result(value, line, as_json)
+    if count["refused"]:
+        raise typer.Exit(1)
 
 
 @client_command(app, "import-samples")

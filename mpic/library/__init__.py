@@ -20,7 +20,7 @@ Each package imports only those above it in this table:
 ``uploads``    files of users; ``caches``: texts cached explicitly; ``references``: what administrators provide
 ``reconcile``  catalogue and files brought into agreement at a start; ``rebuild``: a lost catalogue made again
 ``library``    ``Library``, the facade over all of these
-``copies``     backup, restore, bulk import, gifts; ``upkeep``: check and clean-up of an open library
+``copies``     backup, restore, imports and syncs of references; ``upkeep``: check and clean-up of an open library
 =============  ======================================================================================================
 """
 

@@ -21,7 +21,6 @@ from mpic.library.catalog.reference_rows import ReferenceRows
 from mpic.library.folder.layout import CATALOG
 from mpic.library.folder.lock import FolderLock
 from mpic.library.folder.originals import Originals
-from mpic.library.folder.quarantine import Orphans
 from mpic.library.folder.sidecars import Sidecars
 from mpic.library.limits import Limits
 from mpic.library.part import Storage
@@ -36,8 +35,7 @@ WARNINGS = {
     "missing_chunks": "compiled chunks are gone; they are compiled again on next use",
     "lost_files": "originals are gone; their files are marked as failed",
     "unlisted_files": "files or quotas that the catalogue does not list stay as they are; stop the server and run "
-    "`mpic library recover --force` to list them",
-    "orphans": "files that the catalogue does not know were put into quarantine/orphans",
+    "`mpic library recover --force`, which lists those that a sidecar describes and names the others",
 }
 """Log lines of a start, by count of ``Library.reconcile``."""
 
@@ -53,7 +51,6 @@ class Library:
         references: references for retrieval, see ``ReferenceLibrary``.
         store: the tiers below the device, for the engine; see ``mpic.kv.store.ChunkStore``.
         folder: the lock on the folder, which also detects that the folder was removed.
-        orphans: files that the catalogue does not know, put aside.
         sidecars: the files beside the originals that repeat their rows of the catalogue.
         recovered: counts of the repairs that ``open`` has made; see ``reconcile``.
     """
@@ -91,14 +88,13 @@ class Library:
         if nearer or remote:
             self.store = TieredStore(self.store, nearer, remote)
         self.sidecars = Sidecars(root, filesystem, self.catalog.if_undone)
-        originals = Originals(root, filesystem, guard)
+        self._originals = originals = Originals(root, filesystem, guard)
         files = FileRows(self.catalog, root, limits, clock, self.sidecars)
         references = ReferenceRows(self.catalog, root, clock, self.sidecars)
         storage = Storage(self.catalog, originals, self.sidecars, self.store, limits, clock)
         self.files = UploadLibrary(storage, files)
         self.caches = CacheLibrary(storage, files, self.files)
         self.references = ReferenceLibrary(storage, references)
-        self.orphans = Orphans(root, filesystem, clock, limits.orphan_days, self.catalog.newest)
         self._open, self._probed = not read_only, -math.inf
 
     @classmethod
@@ -128,7 +124,7 @@ class Library:
             Unavailable: another process has it open, or there is none and ``create`` is False.
             ForeignFolder: the folder is not a library's and holds other files under names that a library uses.
             DatabaseDamaged: the catalogue is missing or damaged while files of the library are there.
-            IntegrityError: it was written by a newer version of this program.
+            IntegrityError: it was written by a newer version of this program, or has rows that no library writes.
         """
         filesystem = filesystem or FileSystem()
         folder = FolderLock(Path(root).absolute(), filesystem).acquire(create)
@@ -138,7 +134,7 @@ class Library:
             undo.callback(library.catalog.close)
             library.catalog.identify(folder.id)
             folder.remember()
-            library.catalog.settle_paths()
+            library.catalog.check_paths()
             if reconcile:
                 library.recovered = library.reconcile()
             if isinstance(library.store, TieredStore):
@@ -157,7 +153,7 @@ class Library:
         filesystem = FileSystem()
         folder = FolderLock(Path(root).absolute(), filesystem)
         library = cls(folder, limits or Limits(), filesystem, time.time, read_only=True)
-        library.catalog.settle_paths()
+        library.catalog.check_paths()
         return library
 
     def reconcile(self) -> dict[str, int]:
@@ -165,23 +161,19 @@ class Library:
         are deleted.
 
         Returns:
-            How many of each: ``missing_chunks`` and ``lost_files`` have a row and no file, ``found_chunks`` have theirs
-            again, ``unlisted_files`` have a sidecar and no row and were left alone, ``leftovers`` of crashes were
-            removed, ``orphans`` were put into quarantine and ``expired_orphans`` deleted there, ``unknown`` have no
-            name of this program and were left alone.
+            How many of each: ``missing_chunks`` and ``lost_files`` have a row and no file, ``found_chunks`` have a row
+            again, ``unlisted_files`` have none and were left alone, ``leftovers`` of crashes were removed, ``unknown``
+            have no name of this program and were left alone.
         """
-        names = (
-            "missing_chunks lost_files found_chunks unlisted_files leftovers orphans unknown expired_orphans"
-        )
+        names = "missing_chunks lost_files found_chunks unlisted_files leftovers unknown"
         done: Counter[str] = Counter(dict.fromkeys(names.split(), 0))
         known = self.files.paths() | self.references.paths()
         originals = Reconciliation(self.root, self.catalog, self.sidecars, self.filesystem, known)
         originals.remove_leftovers()
-        done.update(self.store.reconcile(self.orphans))
+        done.update(self.store.reconcile())
         self.references.collect_retired()
-        done.update(originals.run(self.orphans))
+        done.update(originals.run())
         self.forget_gone()
-        done["expired_orphans"] = len(self.orphans.expire())
         for what, warning in WARNINGS.items():
             if done[what]:
                 log.warning("%s: %s %s", self.root, done[what], warning)
@@ -257,7 +249,7 @@ class Library:
         disk is tried once a second at most, because this is asked without a key."""
         self.folder.check()
         if time.monotonic() - self._probed >= 1:
-            self.folder.probe()
+            self._originals.probe()
             self.catalog.probe()
             self._probed = time.monotonic()
 

@@ -19,12 +19,10 @@ class Limits(StorageLimits):
 
     Args:
         filename_chars: maximum length of a file name; longer names are cut.
-        quarantine_files: number of damaged files that are kept for inspection.
         tombstone_seconds: time for which deletions and the reasons why compiled chunks are gone are remembered.
     """
 
     filename_chars: int = 255
-    quarantine_files: int = 32
     tombstone_seconds: int = 30 * 86_400
 
     def __post_init__(self) -> None:
@@ -32,6 +30,5 @@ class Limits(StorageLimits):
         bomb = Image.MAX_IMAGE_PIXELS or 0
         if self.image_pixels > bomb:
             raise ValueError(f"image_pixels must lie between 1 and {bomb}, not {self.image_pixels}")
-        for name in ("filename_chars", "quarantine_files"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.filename_chars < 1:
+            raise ValueError(f"filename_chars must be at least 1, not {self.filename_chars}")

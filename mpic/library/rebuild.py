@@ -11,11 +11,10 @@ import hashlib
 import json
 import os
 import sqlite3
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -23,13 +22,13 @@ from sqlite3 import Connection
 from typing import Any, NamedTuple
 
 from mpic.durable import FileSystem
-from mpic.errors import BadRequest, CorruptFile, MPICError, OutOfMemory
-from mpic.kv.file import ChunkFile
+from mpic.errors import BadRequest, CorruptFile
 from mpic.library.catalog.database import Catalog, insert_row
-from mpic.library.folder.layout import CATALOG, chunk_path, scan, scan_chunks
+from mpic.library.folder.layout import CATALOG, scan
 from mpic.library.folder.lock import FolderLock, inspect_catalog
-from mpic.library.folder.sidecars import COLUMNS, CONTENT, TABLES, Sidecar, Sidecars, read_sidecars
-from mpic.library.store.chunk_rows import ChunkRows, DurableChunk
+from mpic.library.folder.sidecars import COLUMNS, CONTENT, TABLES, Sidecar, read_sidecars
+from mpic.library.limits import Limits
+from mpic.library.store.disk import DiskStore
 
 DAMAGED = "the original is damaged"
 WITHOUT_HANDLE = "is without its handle, which another file of its owner has"
@@ -62,7 +61,6 @@ class Recovery:
 
 def recover(
     root: Path,
-    dry_run: bool = False,
     force: bool = False,
     filesystem: FileSystem | None = None,
     clock: Callable[[], float] = time.time,
@@ -71,7 +69,6 @@ def recover(
     """Make a new catalogue from the files and put the old one aside. Every original is read and verified.
 
     Args:
-        dry_run: only report what would be done; nothing in the folder is changed.
         force: make a new catalogue although the present one is in order.
         progress: called with the bytes of each original that was verified.
 
@@ -83,20 +80,23 @@ def recover(
         LinkedFolder: see ``scan``; nothing was changed.
     """
     root, filesystem = Path(root).absolute(), filesystem or FileSystem()
-    folder = FolderLock(root, filesystem).acquire_damaged(change=not dry_run)
+    folder = FolderLock(root, filesystem).acquire_damaged()
     try:
         if inspect_catalog(root / CATALOG).state == "ours" and not force:
             raise BadRequest(f"the catalogue in {root} is in order; there is nothing to recover")
-        with _workplace(root, filesystem, dry_run) as path:
+        path = root / NEW
+        _remove(path, filesystem)  # removes the files of an interrupted recovery
+        try:
             with closing(Catalog(path, filesystem)) as catalog:
-                rebuilding = _Rebuilding(root, catalog, filesystem, clock, progress)
-                recovery = rebuilding.run()
+                recovery = _Rebuilding(root, catalog, filesystem, clock, progress).run()
                 catalog.identify(folder.id)
                 catalog.check()
                 catalog.fold()  # only the file itself gets the catalogue's name
-            if not dry_run:
-                recovery.aside = _swap(root, path, filesystem, clock())
-                rebuilding.rewrite_sidecars()
+            recovery.aside = _swap(root, path, filesystem, clock())
+        except BaseException:
+            with suppress(OSError):
+                _remove(path, filesystem)
+            raise
     finally:
         folder.release()
     return recovery
@@ -104,7 +104,7 @@ def recover(
 
 def size_of(root: Path) -> int:
     """Return the approximate number of bytes that ``recover`` reports to ``progress``."""
-    return sum((root / path).stat().st_size for path in scan(root).originals)
+    return sum((root / path).stat().st_size for path in scan(root, "files").originals)
 
 
 class _Rebuilding:
@@ -118,18 +118,13 @@ class _Rebuilding:
     ) -> None:
         self._root, self._catalog, self._filesystem = root, catalog, filesystem
         self._clock, self._progress = clock, progress
-        self._found = scan(root)
-        self._changed: list[tuple[Path, Sidecar]] = []
-        # ids of files whose sidecars claim a handle that they do not have
-        self._without_claim: list[str] = []
-        self._sidecars = Sidecars(root, filesystem)
+        self._found = scan(root, "files", "kv")
         self._done = Recovery()
 
     def run(self) -> Recovery:
         """Make the rows. Files wait for compilation, as after an upload; if the chunk is stored already, that takes no
         time."""
         found = self._found
-        chunks = self._chunks()
         sidecars = read_sidecars(
             self._root,
             found.sidecars | found.caches | found.owners,
@@ -139,25 +134,13 @@ class _Rebuilding:
         with self._catalog.write() as db:
             for path, sidecar in sidecars:
                 self._adopt(db, path, sidecar)
-            for file_id in self._without_claim:
-                row = db.execute("SELECT * FROM files WHERE id = ?", (file_id,)).fetchone()
-                self._changed.append((self._sidecars.path("file", row), Sidecar.of("file", row)))
         for path in sorted(found.originals - described):
-            self._trouble(path, "has no sidecar that describes it")
-        ChunkRows(self._catalog, self._clock).put_all(chunks)
+            self._trouble(path, "has no sidecar that describes it; it stays, upload it again or delete it")
+        store = DiskStore(self._root, self._catalog, Limits(), self._filesystem, self._clock)
+        chunks = store.adopt(found.chunks, self._trouble)
         users = self._catalog.read("SELECT COUNT(*) FROM users")[0]
-        self._done.counts.update(chunks=len(chunks), users=users[0])
+        self._done.counts.update(chunks=chunks, users=users[0])
         return self._done
-
-    def rewrite_sidecars(self) -> None:
-        """Make the sidecars of rows that differ from them say what these rows say, once the new catalogue is there."""
-        for path, sidecar in self._changed:
-            try:
-                self._sidecars.write(path, sidecar)
-            except (MPICError, OSError) as error:
-                self._trouble(
-                    path.name, f"cannot be written anew ({error}); `mpic library check` does it later"
-                )
 
     def _adopt(self, db: Connection, path: str, sidecar: Sidecar) -> None:
         """Make the rows that a sidecar describes, for the originals that are there, all or none."""
@@ -170,7 +153,11 @@ class _Rebuilding:
             and db.execute("SELECT 1 FROM refs WHERE id = ?", (sidecar.record["id"],)).fetchone()
         ):  # the newest version came first
             [original] = there
-            return self._trouble(original, "is an earlier version of a reference; it is not adopted")
+            self._catalog.add_tombstones(db, [original], self._clock())
+            return self._trouble(
+                original,
+                "is an earlier version of a reference; the next start removes it, as a replacement does",
+            )
         states = {name: self._state(name, one) for name, one in there.items()}
         db.execute("SAVEPOINT adoption")
         try:
@@ -196,12 +183,9 @@ class _Rebuilding:
         if kind in ("file", "reference"):
             [(original, state)] = states.items()
             values |= state | {"path": original}
-        given = self._settle_handle(db, values) if kind == "file" else None
+        if kind == "file":
+            self._settle_handle(db, values)
         insert_row(db, TABLES[kind], values)
-        if given is not None:
-            self._without_claim.append(given)
-            if given == record["id"]:
-                self._trouble(given, WITHOUT_HANDLE)
         for original, chunk in sidecar.originals(path).items() if kind == "cache" else ():
             if original in states:
                 columns = {name: chunk[name] for name in ("id", "pinned", "kv_ttl", *CONTENT)} | states[
@@ -212,18 +196,14 @@ class _Rebuilding:
                 span = (chunk["id"], record["id"], chunk["position"], chunk["start"], chunk["end"])
                 db.execute("INSERT INTO cache_chunks VALUES (?, ?, ?, ?, ?)", span)
 
-    def _settle_handle(self, db: Connection, values: dict[str, Any]) -> str | None:
-        """Leave the handle to another file of its owner that has it, unless that one has expired and loses it. Return
-        the id of the file that is without it now."""
-        sql = "SELECT id, expires_at FROM files WHERE owner = ? AND handle = ? COLLATE NOCASE"
-        holder = db.execute(sql, (values["owner"], values["handle"])).fetchone()
-        if holder is None:
-            return None
-        if holder["expires_at"] is None or holder["expires_at"] > self._clock():
+    def _settle_handle(self, db: Connection, values: dict[str, Any]) -> None:
+        """Leave the handle to an earlier file of its owner that has it. One that has expired has lost its own."""
+        if values["expires_at"] is not None and values["expires_at"] <= self._clock():
             values["handle"] = None
-            return values["id"]
-        db.execute("UPDATE files SET handle = NULL WHERE id = ?", (holder["id"],))
-        return holder["id"]
+        sql = "SELECT 1 FROM files WHERE owner = ? AND handle = ? COLLATE NOCASE"
+        if db.execute(sql, (values["owner"], values["handle"])).fetchone():
+            values["handle"] = None
+            self._trouble(values["id"], WITHOUT_HANDLE)
 
     def _state(self, original: str, record: dict[str, Any]) -> dict[str, Any]:
         """Read an original, and return the columns that say whether it is the one that was uploaded."""
@@ -238,48 +218,8 @@ class _Rebuilding:
             self._progress(record["bytes"])
         return {"tokens": None, "state": "compiling", "error": None}
 
-    def _chunks(self) -> list[DurableChunk]:
-        """Return the chunks whose headers are intact. Their layers are verified when they are read, as those of every
-        chunk."""
-        found = []
-        for path in sorted(scan_chunks(self._root).sizes):
-            try:
-                file = ChunkFile(self._root / path, files=self._filesystem)
-            except CorruptFile:
-                self._trouble(path, "is damaged; it is compiled again on next use")
-                continue
-            except (OSError, OutOfMemory) as error:
-                self._trouble(path, f"cannot be read ({error}); it is compiled again on next use")
-                continue
-            file.close()
-            if str(chunk_path(file.key)) == path:
-                found.append(DurableChunk(file.key, path, file.bytes, file.tokens))
-            else:
-                self._trouble(
-                    path, "holds another chunk than its name says; it is compiled again on next use"
-                )
-        return found
-
     def _trouble(self, path: str, what: str) -> None:
         self._done.troubles.append(Trouble(path, what))
-
-
-@contextmanager
-def _workplace(root: Path, filesystem: FileSystem, elsewhere: bool) -> Iterator[Path]:
-    """Yield the path of the new catalogue while it is made (``elsewhere``: in a temporary folder, not the library's);
-    nothing is left there on failure."""
-    if elsewhere:
-        with tempfile.TemporaryDirectory(prefix="mpic-recover-") as folder:
-            yield Path(folder, CATALOG)
-        return
-    path = root / NEW
-    _remove(path, filesystem)  # removes the files of an interrupted recovery
-    try:
-        yield path
-    except BaseException:
-        with suppress(OSError):
-            _remove(path, filesystem)
-        raise
 
 
 def _remove(path: Path, filesystem: FileSystem) -> None:

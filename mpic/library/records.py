@@ -152,8 +152,8 @@ class Change(NamedTuple):
 
 
 class StorageUsage(NamedTuple):
-    """Number and bytes of a user's files in one tier (``original``: unchanged uploads, ``disk``: compiled chunks,
-    ``remote``: those in a store that servers share). A quota of 0 means none."""
+    """Number and bytes of a user's files in one tier (``original``: unchanged uploads, ``disk``: compiled chunks). A
+    quota of 0 means none."""
 
     owner: str
     tier: str

@@ -48,7 +48,6 @@ from mpic.library.records import (
     ReferencePage,
     Removed,
     Scalar,
-    State,
     Tokenize,
 )
 
@@ -84,6 +83,8 @@ class ReferenceLibrary(LibraryPart):
         self.listeners: list[Callable[[Change], None]] = []
         self.upload_bytes = storage.limits.upload_bytes
         self._rows = rows
+        self.set_state, self.pending, self.paths = rows.set_state, rows.pending, rows.paths
+        self.synced_from = rows.synced_from
         self._tokens = TokenCache()
         # the versions of which a chunk is alive: a request holds the chunks of its prompt until it ends
         self._linked: defaultdict[tuple[str, int], WeakSet[Lease]] = defaultdict(WeakSet)
@@ -199,12 +200,6 @@ class ReferenceLibrary(LibraryPart):
         self._collect([reference])
         return Removed(reference, () if shared else (self._bare(reference),))
 
-    def set_state(
-        self, reference: Reference, state: State, tokens: int | None = None, error: str | None = None
-    ) -> None:
-        """Record the outcome of compiling. A version that was replaced or removed meanwhile is no error."""
-        self._rows.set_state(reference, state, tokens, error)
-
     def pin(self, id: str, pinned: bool = True) -> Reference:
         """Protect a reference's compiled chunk from eviction for newer references, or end that. Pins do not take more
         of the disk than the share that is guaranteed to references.
@@ -212,7 +207,7 @@ class ReferenceLibrary(LibraryPart):
         Raises:
             ReferenceNotFound: there is none.
         """
-        self._rows.set_pin(id, pinned)
+        self._rows.set_column(id, "pinned", pinned)
         return self.get(id)
 
     def extend(self, id: str, expires_after: int | None) -> Reference:
@@ -223,7 +218,9 @@ class ReferenceLibrary(LibraryPart):
             BadRequest: the number of seconds is not valid.
         """
         check_life("ttl", expires_after)
-        self._rows.set_expiry(id, None if expires_after is None else self._clock() + expires_after)
+        self._rows.set_column(
+            id, "expires_at", None if expires_after is None else self._clock() + expires_after
+        )
         return self.get(id)
 
     def collect_expired(self) -> list[Removed]:
@@ -244,10 +241,6 @@ class ReferenceLibrary(LibraryPart):
         if reference is None:
             raise ReferenceNotFound(f"no reference {cut(id)!r}", param="id", id=id)
         return reference
-
-    def synced_from(self, source: str) -> dict[str, Reference]:
-        """Return the references that a sync has added from a folder or listing, by id."""
-        return self._rows.synced_from(source)
 
     def many(self, ids: Iterable[str]) -> list[Reference]:
         """Return the current versions in the order of ``ids``; ids without a reference are left out."""
@@ -272,10 +265,6 @@ class ReferenceLibrary(LibraryPart):
             self.get(after)
         found = self._rows.listing(after, limit + 1, order, kind)
         return ReferencePage(found[:limit], len(found) > limit)
-
-    def pending(self) -> list[Reference]:
-        """Return the references that wait for compilation, oldest first."""
-        return self._rows.pending()
 
     def chunk(self, reference: Reference, tokenize: Tokenize | None = None) -> Chunk:
         """Return the content of this version as a chunk, labelled with its title. The version stays
@@ -327,10 +316,6 @@ class ReferenceLibrary(LibraryPart):
             return decode_image(original.content(), self._limits)
 
     # Housekeeping
-
-    def paths(self) -> set[str]:
-        """Return the paths of all originals, of retired versions too, relative to the library's root."""
-        return self._rows.paths()
 
     def stats(self) -> dict[str, int]:
         """Return the number of references, the bytes of their originals, and the number of retired versions."""

@@ -80,21 +80,19 @@ class UploadTerms(TypedDict, total=False):
 
 
 class Wanted(NamedTuple):
-    """The checked arguments of an upload; ``expires_after`` is in seconds, ``asked`` tells that the client has said
-    how a document is to be cut, and ``press`` and ``kv_ttl`` are None where it has not said how the file is compressed,
-    or how long its compiled chunks are kept unused."""
+    """The checked arguments of an upload; those that have the names of ``UploadTerms`` are described there."""
 
     owner: str
     filename: str
     handle: str | None
-    expires_after: int | None
     metadata: dict[str, Scalar]
-    replace: bool
     split: dict[str, Any] | None
-    asked: bool
-    press: str | None
-    key: KeyLimits
-    kv_ttl: int | None
+    expires_after: int | None = None
+    replace: bool = False
+    split_asked: bool = False
+    press: str | None = None
+    key: KeyLimits = NO_KEY
+    kv_ttl: int | None = None
 
 
 class UploadIntake(InlineChunks):
@@ -151,34 +149,22 @@ class UploadIntake(InlineChunks):
     ) -> Wanted:
         """Make the checks of ``upload`` that are possible before a byte is read, of an upload that has ``size`` bytes
         at least. Raise as ``add``."""
-        replace, key = terms.get("replace", False), terms.get("key", NO_KEY)
-        expires_after, split = terms.get("expires_after"), terms.get("split")
+        given: dict[str, Any] = {**terms}
+        metadata, split = given.pop("metadata", None), given.pop("split", None)
         if not user or user == SHARED:
             raise ValueError(f"a file needs an owner, not {user!r}")
         if size > self._limits.upload_bytes:
             raise too_large(self._limits.upload_bytes)
-        check_life("expires_after", expires_after)
-        check_life("kv_ttl", terms.get("kv_ttl"))
-        metadata = check_metadata(terms.get("metadata") or {})
-        handle = checked_handle(handle)
-        if replace and handle is None:
+        for name in ("expires_after", "kv_ttl"):
+            check_life(name, given.get(name))
+        metadata, handle = check_metadata(metadata or {}), checked_handle(handle)
+        name = clean_name(filename, self._limits)
+        wanted = Wanted(user, name, handle, metadata, dict(split) if split else None, **given)
+        if wanted.replace and handle is None:
             raise BadRequest("replace needs the handle whose file is replaced", param="replace")
         if handle is None or self._rows.by_handle(user, handle) is None:
-            self._rows.check_quota(user, size, key=key)
-        name = clean_name(filename, self._limits)
-        return Wanted(
-            user,
-            name,
-            handle,
-            expires_after,
-            metadata,
-            replace,
-            dict(split) if split else None,
-            terms.get("split_asked", False),
-            terms.get("press"),
-            key,
-            terms.get("kv_ttl"),
-        )
+            self._rows.check_quota(user, size, key=wanted.key)
+        return wanted
 
     async def upload(
         self,
@@ -241,9 +227,9 @@ class UploadIntake(InlineChunks):
             return None
         if not self._intact(old):  # the upload replaces it
             return None
-        self._rows.set_expiry(old.owner, old.id, expires_at)
+        self._rows.set_column(old.owner, old.id, "expires_at", expires_at)
         if wanted.kv_ttl is not None:
-            self._rows.set_kv_ttl(old.owner, old.id, wanted.kv_ttl)
+            self._rows.set_column(old.owner, old.id, "kv_ttl", wanted.kv_ttl)
         if old.state == "failed":  # compiling may succeed this time, especially if the file is cut now
             split = _split(wanted, old.kind, old.pages)
             if split != old.split:
@@ -266,7 +252,7 @@ class UploadIntake(InlineChunks):
         """Return the record of an upload. Raise as ``identify``."""
         with on_behalf_of(wanted.owner):
             key, format, pages = identify(incoming, self._limits, self.no_clips)
-        if wanted.asked and wanted.split and key.kind != "text":
+        if wanted.split_asked and wanted.split and key.kind != "text":
             raise BadRequest(
                 f"only documents can be cut; {'an image' if key.kind == 'image' else 'a clip'} is one chunk",
                 param="split",
@@ -339,7 +325,7 @@ def _compiled_otherwise(old: File, wanted: Wanted) -> bool:
     ask for may differ."""
     if wanted.press is not None and wanted.press != old.press:
         return True
-    return wanted.asked and _split(wanted, old.kind, old.pages) != old.split
+    return wanted.split_asked and _split(wanted, old.kind, old.pages) != old.split
 
 
 def _split(wanted: Wanted, kind: Kind, pages: int | None) -> dict[str, Any] | None:

@@ -27,7 +27,7 @@ from mpic.library.folder.originals import OpenOriginal
 from mpic.library.intake.checks import check_life, check_page, checked_handle
 from mpic.library.intake.decode import decode_clip, decode_image, read_pages
 from mpic.library.part import Storage
-from mpic.library.records import File, FilePage, Removed, State, Tokenize
+from mpic.library.records import File, FilePage, Removed, Tokenize
 from mpic.library.upload_intake import UploadIntake
 
 log = logging.getLogger(__name__)
@@ -58,6 +58,8 @@ class UploadLibrary(UploadIntake):
     def __init__(self, storage: Storage, rows: FileRows) -> None:
         super().__init__(storage, rows)
         self.cut: Cut | None = None
+        self.set_state, self.pending, self.paths = rows.set_state, rows.pending, rows.paths
+        self.counts = rows.counts
 
     # Finding
 
@@ -89,10 +91,6 @@ class UploadLibrary(UploadIntake):
         if file is None:
             raise UnknownHandle(f"no file with the handle {cut(handle)!r}", handle=handle)
         return file
-
-    def held(self, user: str, handle: str | None) -> File | None:
-        """Return the user's file of this handle, ignoring case, if there is one."""
-        return self._rows.by_handle(user, handle) if handle else None
 
     def page(
         self,
@@ -202,10 +200,6 @@ class UploadLibrary(UploadIntake):
             found.append(Chunk(key, user, ids, label=name, file_id=file.id, press=file.press, page=page))
         return found
 
-    def counts(self, user: str, ids: Iterable[str]) -> dict[str, int]:
-        """Return the number of chunks of those of the user's files that are documents which are cut, by id."""
-        return self._rows.counts(user, ids)
-
     def with_pieces(self, user: str, keys: Iterable[str]) -> dict[str, list[str]]:
         """Return which chunks are pieces of the user's documents that are cut: file id -> their keys, written as
         ``str(ChunkKey)`` like ``keys``."""
@@ -240,12 +234,6 @@ class UploadLibrary(UploadIntake):
 
     # Changing
 
-    def set_state(
-        self, user: str, file_id: str, state: State, tokens: int | None = None, error: str | None = None
-    ) -> None:
-        """Record the outcome of compiling. A file that was deleted meanwhile is ignored."""
-        self._rows.set_state(user, file_id, state, tokens, error)
-
     def extend(self, user: str, file_id: str, expires_after: int | None) -> File:
         """Set a file to expire in this many seconds from now (None: never).
 
@@ -254,7 +242,8 @@ class UploadLibrary(UploadIntake):
             BadRequest: the number of seconds is not valid.
         """
         check_life("expires_after", expires_after)
-        self._rows.set_expiry(user, file_id, None if expires_after is None else self._clock() + expires_after)
+        at = None if expires_after is None else self._clock() + expires_after
+        self._rows.set_column(user, file_id, "expires_at", at)
         return self.get(user, file_id)
 
     def rename(self, user: str, file_id: str, handle: str | None) -> File:
@@ -276,7 +265,7 @@ class UploadLibrary(UploadIntake):
         Raises:
             FileNotFound: see ``get``.
         """
-        self._rows.set_pin(user, file_id, pinned)
+        self._rows.set_column(user, file_id, "pinned", pinned)
         return self.get(user, file_id)
 
     def keep_kv(self, user: str, file_id: str, seconds: int | None) -> File:
@@ -288,7 +277,7 @@ class UploadLibrary(UploadIntake):
             BadRequest: the number of seconds is not valid.
         """
         check_life("kv_ttl", seconds)
-        self._rows.set_kv_ttl(user, file_id, seconds)
+        self._rows.set_column(user, file_id, "kv_ttl", seconds)
         return self.get(user, file_id)
 
     def delete(self, user: str, file_id: str) -> Removed:
@@ -328,14 +317,6 @@ class UploadLibrary(UploadIntake):
         if failed is not None and not removed:
             raise failed
         return removed
-
-    def pending(self) -> list[File]:
-        """Return the files of all users that wait for compilation, oldest first."""
-        return self._rows.pending()
-
-    def paths(self) -> set[str]:
-        """Return the paths of all originals, relative to the library's root."""
-        return self._rows.paths()
 
     def check(self) -> None:
         """Check that every row has its original. Raise IntegrityError: some are not there."""

@@ -5,7 +5,6 @@ from typer.testing import CliRunner
 
 from mpic import cli
 from mpic.keys import KeyStore
-from mpic.library import Library
 
 
 @pytest.fixture
@@ -38,27 +37,7 @@ def test_in_a_terminal_it_asks_before_anything_changes(mpic, tmp_path, monkeypat
 
 def test_the_way_back_is_in_the_help(mpic):
     told = " ".join(CliRunner().invoke(cli.app, ["keys", "--help"]).output.replace("│", "").split())
-    assert "keys.sqlite" in told and "mpic library import FOLDER --user NAME" in told
-
-
-def test_what_was_uploaded_without_keys_can_be_copied_to_a_user(mpic, tmp_path):
-    with Library.open(tmp_path) as library:
-        library.files.add("local", b"one", "one.txt", handle="ONE", expires_after=1000, metadata={"a": 1})
-        library.files.add("local", b"mine", "three.txt", handle="THREE")
-        library.files.add("ben", b"not hers", "ben.txt")
-        library.files.add("alice", b"hers", "three.txt", handle="three")
-    copy = str(tmp_path.with_name("copy"))
-    assert mpic("library", "backup", copy, "--user", "local").exit_code == 0
-    done = mpic("library", "import", copy, "--user", "alice")
-    assert done.exit_code == 1 and "1 added, 1 refused" in done.stdout and "handle" in done.stdout
-    with Library.open(tmp_path) as library:
-        one = library.files.by_handle("alice", "ONE")
-        assert library.files.content("alice", one.id) == b"one" and one.metadata == {"a": 1}
-        assert 900 < one.expires_at - library.clock() <= 1001
-        assert len(library.files.page("alice").files) == len(library.files.page("local").files) == 2
-    (tmp_path / "folder").mkdir()
-    refused = mpic("library", "import", str(tmp_path / "folder"), "--user", "alice")
-    assert refused.exit_code == 1 and "references belong to nobody" in str(refused.exception)
+    assert "keys.sqlite" in told and "mpic files content NAME" in told
 
 
 def test_without_a_key_the_command_line_says_how_to_give_one(monkeypatch, capsys):

@@ -14,7 +14,7 @@ from mpic.library import Library
 from mpic.library.catalog import database
 
 
-@pytest.mark.parametrize("version", range(database.FIRST, database.latest() + 1))
+@pytest.mark.parametrize("version", database.MIGRATIONS)
 def test_a_data_folder_of_an_earlier_version_opens_and_answers(tmp_path, monkeypatch, version):
     with Library.open(tmp_path) as library:
         text = library.files.add("ann", b"some text", "t.txt", handle="T")
@@ -32,20 +32,6 @@ def test_a_data_folder_of_an_earlier_version_opens_and_answers(tmp_path, monkeyp
         assert library.store.missing_reason(text_key("other")) == "new"
         library.files.delete("ann", text.id)
         library.check()
-
-
-@pytest.mark.parametrize("version", range(database.FIRST, database.latest()))
-def test_every_earlier_version_migrates(tmp_path, monkeypatch, version):
-    path = tmp_path / "catalog.sqlite"
-    with monkeypatch.context() as old:
-        old.setattr(database, "MIGRATIONS", database.MIGRATIONS[: version - database.FIRST + 1])
-        database.Catalog(path).close()
-    fresh = database.Catalog(tmp_path / "fresh.sqlite")
-    migrated = database.Catalog(path)
-    schema = "SELECT name, sql FROM sqlite_master ORDER BY name"
-    assert [tuple(r) for r in migrated.read(schema)] == [tuple(r) for r in fresh.read(schema)]
-    migrated.close()
-    fresh.close()
 
 
 def test_the_catalogue_of_0_1_0_gets_the_schema_of_a_new_one(tmp_path):
@@ -68,12 +54,13 @@ def test_the_catalogue_of_0_1_0_gets_the_schema_of_a_new_one(tmp_path):
         one.close()
 
 
-def test_a_catalogue_that_is_older_than_0_1_0_is_refused_by_its_version_unchanged(tmp_path):
+@pytest.mark.parametrize("version", [6, 9])
+def test_a_catalogue_of_no_release_of_the_last_two_is_refused_by_its_version_unchanged(tmp_path, version):
     Library.open(tmp_path).close()
     with closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as db:
-        db.execute("PRAGMA user_version = 6")
+        db.execute(f"PRAGMA user_version = {version}")
     before = (tmp_path / "catalog.sqlite").read_bytes()
-    with pytest.raises(IntegrityError, match=r"version 6, older than 0\.1\.0"):
+    with pytest.raises(IntegrityError, match=f"version {version}, which no release"):
         Library.open(tmp_path)
     assert (tmp_path / "catalog.sqlite").read_bytes() == before
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from unittest.mock import Mock
 
 import numpy as np
@@ -20,11 +19,6 @@ from mpic.errors import (
     VideoTooLarge,
 )
 from mpic.kv.chunk import ChunkKey
-from mpic.library import Library
-from mpic.library.catalog import database, file_rows
-from mpic.library.catalog.database import insert_row
-from mpic.library.copies.backup import backup
-from mpic.library.copies.restore import add
 
 FRAMES = pictures(1, 6)
 GIF = animation(FRAMES)
@@ -46,16 +40,6 @@ def test_a_clip_comes_back_as_its_user_knows_it(library):
     assert np.array_equal(clip.frames[1], FRAMES[4])
     assert [f.id for f in library.files.page("ann", kinds=("image", "video")).files] == [file.id]
     assert not library.files.page("ann", kinds=("text",)).files
-
-
-def test_a_clip_survives_backup_and_import(library, tmp_path, clock):
-    taking(library).files.add("ann", GIF, "walk.gif", handle="WALK")
-    library.files.add("ann", encoded(), "still.png", handle="STILL")
-    backup(library.root, tmp_path / "b")
-    with Library.open(tmp_path / "other", clock=clock) as other:  # as without an engine
-        assert [result.outcome for result in add(other, tmp_path / "b")] == ["added", "added"]
-        assert other.files.by_handle("ann", "WALK").kind == "video"
-        assert other.files.by_handle("ann", "STILL").kind == "image"
 
 
 def test_what_comes_inside_a_request_has_no_more_bytes_than_an_upload_may_have(open_library):
@@ -132,30 +116,3 @@ def test_clips_survive_a_start_a_backup_of_the_catalogue_and_its_loss(open_libra
     again = open_library()
     assert again.files.by_handle("ann", "walk").kind == "video"
     assert again.files.chunk("ann", file.id).key == file.key
-
-
-def test_files_of_a_catalogue_before_clips_keep_their_kinds_and_what_refers_to_them(tmp_path, monkeypatch):
-    with monkeypatch.context() as old:
-        old.setattr(database, "MIGRATIONS", database.MIGRATIONS[:3])
-        # what later steps added, which the steps above do not have
-        insert = lambda db, table, values: insert_row(
-            db, table, {k: v for k, v in values.items() if k not in ("format", "pages", "kv_ttl")}
-        )
-        old.setattr(file_rows, "insert_row", insert)
-        with Library.open(tmp_path / "library") as library:
-            image = library.files.add("ann", encoded(), "a.png")
-            text = library.files.add("ann", b"abcd", "b.txt", split={"mode": "tokens"})
-            pieces = [
-                (text.id, i, 2 * i, 2 * i + 2, ChunkKey.of_text(t).digest) for i, t in enumerate(("ab", "cd"))
-            ]
-            with library.catalog.write() as db:
-                db.executemany("INSERT INTO pieces VALUES (?, ?, ?, ?, ?)", pieces)
-            with pytest.raises(sqlite3.IntegrityError), library.catalog.write() as db:
-                db.execute("UPDATE files SET kind = 'video'")
-    with Library.open(tmp_path / "library") as library:
-        assert library.files.get("ann", image.id) == image
-        assert library.files.get("ann", text.id).kind == "text"
-        assert len(library.files.borders("ann", text.id)) == 2
-        assert len(library.catalog.read("SELECT * FROM contents")) == 4
-        assert taking(library).files.add("ann", GIF, "walk.gif").kind == "video"
-        library.check()

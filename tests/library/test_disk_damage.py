@@ -9,7 +9,6 @@ from library_tools import (
     FullDisk,
     Unreadable,
     chunks,
-    drop,
     everything,
     flip,
     make_chunk,
@@ -39,7 +38,7 @@ def test_a_chunk_that_is_gone_or_bad_when_it_is_read_raises(library):
 
 
 @pytest.mark.parametrize("at", [0, 50, 4096, -1])
-def test_a_bad_file_is_moved_aside_counted_and_compiled_again(library, at):
+def test_a_bad_file_is_removed_counted_and_compiled_again(library, at):
     chunk = saved(library, make_chunk(image=True))
     flip(library.store.path(chunk.key), at)
     stored = library.store.open(chunk.key)
@@ -49,53 +48,17 @@ def test_a_bad_file_is_moved_aside_counted_and_compiled_again(library, at):
     assert library.store.open(chunk.key) is None
     assert library.store.missing_reason(chunk.key) == "corrupt"
     assert library.store.stats()["corrupt"] == 1
-    (aside,) = everything(library.root)
-    assert aside.startswith(f"quarantine/{chunk.key.digest}.safetensors@")
+    assert not everything(library.root)
     library.store.save(chunk)
     assert torch.equal(read(library.store.open(chunk.key), chunk.kv), chunk.kv)
 
 
-def test_a_file_of_another_model_is_moved_aside(library):
+def test_a_file_of_another_model_is_removed(library):
     ours, theirs = saved(library, make_chunk(), make_chunk(text_key(model="b2" * 32)))
     library.store.path(ours.key).write_bytes(library.store.path(theirs.key).read_bytes())
     assert library.store.open(ours.key) is None
     assert library.store.missing_reason(ours.key) == "corrupt"
     assert library.store.open(theirs.key)
-
-
-def test_the_quarantine_is_bounded_and_keeps_the_newest(open_library, clock):
-    library = open_library(quarantine_files=2)
-    for chunk in chunks(4):
-        clock.now += 1
-        library.store.save(chunk)
-        flip(library.store.path(chunk.key), 0)
-        assert library.store.open(chunk.key) is None
-    aside = everything(library.root)
-    assert {float(name.split("@")[1]) for name in aside} == {clock.now, clock.now - 1}
-
-
-def test_a_deleted_chunk_leaves_the_quarantine_too(library):
-    chunk, other = chunks(2)
-    for c in (chunk, other):
-        library.store.save(c)
-        flip(library.store.path(c.key), 0)
-        assert library.store.open(c.key) is None
-    drop(library.store, chunk.key, library.catalog)
-    (left,) = everything(library.root)
-    assert other.key.digest in left
-
-
-def test_what_was_put_aside_goes_with_the_last_trace_of_its_chunk(open_library, clock):
-    """Or a deletion after that would not find it."""
-    library = open_library(tombstone_seconds=100)
-    chunk = saved(library, make_chunk())
-    flip(library.store.path(chunk.key), 0)
-    assert library.store.open(chunk.key) is None
-    for seconds, left in ((60, 1), (60, 0)):
-        clock.now += seconds
-        library.forget_gone()
-        assert len(list(everything(library.root))) == left
-    assert library.store.missing_reason(chunk.key) == "new"
 
 
 def test_a_file_that_vanished_is_compiled_again(library):
@@ -164,21 +127,23 @@ def test_exhausted_memory_leaves_a_file_as_it_is(library):
     assert library.store.open(chunk.key)
 
 
-def test_a_chunk_without_a_row_is_put_aside_by_a_start_unread_and_compiled_again(open_library):
+def test_a_chunk_without_a_row_is_listed_again_by_a_start_that_can_read_its_header(open_library):
     disk = Unreadable()
     library = open_library(filesystem=disk)
     chunk = saved(library, make_chunk())
-    data = library.store.path(chunk.key).read_bytes()
     with library.catalog.write() as db:
         db.execute("DELETE FROM chunks")
     library.close()
-    disk.broken = True
+    for broken in (True, False):
+        disk.broken = broken
+        library = open_library(filesystem=disk)
+        assert (library.recovered["unlisted_files"], library.recovered["found_chunks"]) == (
+            broken,
+            not broken,
+        )
+        library.close()
     library = open_library(filesystem=disk)
-    [orphan] = library.orphans.kept()
-    assert library.recovered["orphans"] == 1 and orphan.path.read_bytes() == data
-    disk.broken = False
-    assert library.store.open(chunk.key) is None and library.store.missing_reason(chunk.key) == "new"
-    assert saved(library, chunk) and library.store.open(chunk.key)
+    assert torch.equal(read(library.store.open(chunk.key), chunk.kv), chunk.kv)
 
 
 def test_starting_up_makes_files_and_rows_agree(open_library):
@@ -196,14 +161,14 @@ def test_starting_up_makes_files_and_rows_agree(open_library):
     library.close()
     library = open_library()
     done = {what: count for what, count in library.recovered.items() if count}
-    assert done == {"missing_chunks": 2, "leftovers": 1, "orphans": 1, "unknown": 1}
+    assert done == {"missing_chunks": 2, "leftovers": 2, "unlisted_files": 1, "unknown": 1}
     library.check()
     assert library.store.open(good.key)
     assert library.store.missing_reason(gone.key) == library.store.missing_reason(cut.key) == "corrupt"
     files = [path for path in library.root.rglob("*") if path.is_file()]
-    kept = {path.name.partition("@")[0]: path.read_bytes() for path in files}
+    kept = {path.name: path.read_bytes() for path in files}
     assert kept[f"{'0' * 64}.safetensors"] == b"no chunk" and kept["notes.txt"] == b"somebody's"
-    assert len(kept[library.store.path(cut.key).name]) == 100
+    assert library.store.path(cut.key).name not in kept
 
 
 def test_a_full_disk_fails_the_save_and_nothing_else(open_library):

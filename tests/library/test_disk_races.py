@@ -118,7 +118,7 @@ def test_a_reader_of_a_bad_file_leaves_the_file_alone_that_has_taken_its_place(l
     chunk = make_chunk()
     first = damaged(library, chunk)
     with pytest.raises(CorruptFile):
-        read(library.store.find([chunk.key])[chunk.key], chunk.kv)  # quarantined
+        read(library.store.find([chunk.key])[chunk.key], chunk.kv)  # and remove it
     library.store.save(chunk)
     with pytest.raises(CorruptFile):
         read_again(first, chunk.kv)
@@ -205,7 +205,7 @@ def test_a_bad_header_condemns_only_the_file_that_was_opened(open_library):
     stored = library.store.find([chunk.key])[chunk.key]
 
     def replaced():
-        assert library.store.open(chunk.key) is None  # another reader quarantines it
+        assert library.store.open(chunk.key) is None  # another reader removes it
         library.store.save(chunk)
 
     files.after = replaced

@@ -144,36 +144,6 @@ def test_last_uses_that_were_not_written_yield_to_later_ones(library, clock):
     assert library.catalog.one("SELECT last_used FROM chunks")["last_used"] == clock.now
 
 
-def test_the_least_recently_used_goes_first(open_library, clock):
-    a, b, c, d = chunks(4)
-    library = open_library(disk_bytes=3 * size_of(a))
-    saved(library, a, b, c, clock=clock)
-    clock.now += 1
-    assert library.store.open(a.key)
-    clock.now += 1
-    library.store.save(d)
-    assert library.store.open(b.key) is None
-    assert library.store.missing_reason(b.key) == "evicted"
-    assert all(library.store.open(chunk.key) for chunk in (a, c, d))
-    assert library.store.stats()["evicted"] == 1
-    assert len(everything(library.root)) == 3
-    clock.now += 1
-    library.store.save(b)
-    assert torch.equal(read(library.store.open(b.key), b.kv), b.kv)
-
-
-def test_last_use_survives_a_restart(open_library, clock):
-    a, b, c = chunks(3)
-    library = open_library(disk_bytes=2 * size_of(a))
-    saved(library, a, b, clock=clock)
-    clock.now += 1
-    library.store.open(a.key)
-    library.close()
-    library = open_library(disk_bytes=2 * size_of(a))
-    library.store.save(c)
-    assert library.store.open(a.key) and library.store.open(b.key) is None
-
-
 def test_a_chunk_larger_than_the_budget_evicts_nothing(open_library):
     small, large = make_chunk(), make_chunk(text_key("large"), n=500)
     library = open_library(disk_bytes=size_of(small))

@@ -194,7 +194,7 @@ def test_an_object_that_is_replaced_during_a_load_is_gone(opened, client, tmp_pa
     assert tier_of(b).stats()["up"] == 1
 
 
-def test_a_dead_store_is_asked_once_and_then_left_alone_until_a_probe_succeeds(opened, client):
+def test_a_dead_store_is_asked_once_and_then_left_alone_until_a_pause_has_passed(opened, client):
     clock, chunk, dead = ManualClock(), make_chunk(), Dead()
     a, b = opened("a"), opened("b", clock_remote=clock)
     a.store.save(chunk)
@@ -203,23 +203,12 @@ def test_a_dead_store_is_asked_once_and_then_left_alone_until_a_probe_succeeds(o
     assert b.store.find([chunk.key]) == {} and b.store.find([chunk.key]) == {}
     assert client.calls.count(("get", object_of(chunk.key))) == 1
     assert tier.stats()["up"] == 0
-    dead.down = False
     clock.now += 2
-    with tier._changed:
-        tier._changed.notify_all()
-        assert tier._changed.wait_for(lambda: not tier.objects.reads.open, PATIENCE)
-    assert list(b.store.find([chunk.key])) == [chunk.key]
-
-
-def test_a_store_that_has_failed_is_probed_without_a_request(opened, client, monkeypatch):
-    monkeypatch.setattr(objects_module, "PAUSE", 0.0)
-    b, dead = opened("b"), Dead()
-    client.fault, tier = dead, tier_of(b)
-    settled(b)  # its thread is asleep
-    b.store.find([text_key()])
+    assert b.store.find([chunk.key]) == {} and b.store.find([chunk.key]) == {}  # it has failed once more
+    assert client.calls.count(("get", object_of(chunk.key))) == 2
     dead.down = False
-    with tier._changed:
-        assert tier._changed.wait_for(lambda: not tier.objects.reads.open, PATIENCE)
+    clock.now += 4
+    assert list(b.store.find([chunk.key])) == [chunk.key] and tier.stats()["up"] == 1
 
 
 def test_a_store_that_can_be_read_and_not_written_is_still_read(opened, client):
@@ -234,47 +223,12 @@ def test_a_store_that_can_be_read_and_not_written_is_still_read(opened, client):
     client.fault, tier = read_only, tier_of(b)
     b.store.save(other)
     with tier._changed:
-        assert tier._changed.wait_for(lambda: tier.objects.writes.open, PATIENCE)
+        assert tier._changed.wait_for(lambda: tier.objects.writes.error, PATIENCE)
     assert list(b.store.find([chunk.key])) == [chunk.key]
     assert (tier.stats()["up"], tier.stats()["writable"], tier.stats()["uploads_waiting"]) == (1, 0, 1)
 
 
-def test_a_probe_does_not_wait_until_something_may_be_written_again(opened, client, monkeypatch):
-    monkeypatch.setattr(objects_module, "PAUSE", 0.01)
-    monkeypatch.setattr(objects_module, "LONGEST_PAUSE", 3600.0)
-    b, dead = opened("b"), Dead()
-    reads, writes, tier = tier_of(b).objects.reads, tier_of(b).objects.writes, tier_of(b)
-    settled(b)  # its thread is asleep
-    writes._pause = 3600.0
-    writes.failed(PermissionError("access denied"))
-    client.fault = dead
-    b.store.find([text_key()])
-    dead.down = False
-    with tier._changed:
-        assert tier._changed.wait_for(lambda: not reads.open, PATIENCE)
-
-
-def test_a_probe_does_not_wait_for_an_upload(opened, client, monkeypatch):
-    monkeypatch.setattr(objects_module, "PAUSE", 0.0)
-    b, chunk, hung, dead = opened("b"), make_chunk(), Hung("put"), Dead(False)
-
-    def fault(method, name):
-        (hung if method == "put" else dead)(method, name)
-
-    client.fault, tier = fault, tier_of(b)
-    b.store.save(chunk)
-    assert hung.reached.wait(PATIENCE)
-    dead.down = True
-    b.store.find([text_key("other")])
-    assert tier.objects.reads.open
-    dead.down = False
-    with tier._changed:
-        read_again = tier._changed.wait_for(lambda: not tier.objects.reads.open, PATIENCE / 2)
-    hung.go.set()
-    assert read_again and settled(b)["saved"] == 1
-
-
-def test_the_pause_between_two_probes_doubles_up_to_a_minute(client):
+def test_the_pause_between_two_attempts_doubles_up_to_a_minute(client):
     clock = ManualClock()
     breaker = Objects(1.0, client, clock=clock).reads
     pauses = []
@@ -284,9 +238,6 @@ def test_the_pause_between_two_probes_doubles_up_to_a_minute(client):
         pauses.append(breaker.pause())
         clock.now += breaker.pause()
     assert pauses == [2, 4, 8, 16, 32, 60, 60]
-    breaker.close()  # a probe has succeeded, and the next read has not
-    breaker.failed(ConnectionError("no route"))
-    assert breaker.pause() == 60
     breaker.succeeded()
     breaker.failed(ConnectionError("no route"))
     assert breaker.pause() == 2
@@ -346,12 +297,11 @@ def test_an_answer_that_comes_too_late_does_not_have_the_next_request_wait_again
 
     objects, client.fault = tier_of(b).objects, slow
     objects.reads.failed(TimeoutError("no answer"))
+    clock.now += 2
     assert objects.head(object_of(chunk.key)) is not None and objects.reads.open
-    objects.probe()
-    assert objects.reads.open
+    clock.now += 4
     client.fault = lambda method, name: None
-    objects.probe()
-    assert not objects.reads.open
+    assert objects.head(object_of(chunk.key)) is not None and not objects.reads.open
 
 
 def test_uploads_wait_in_a_bounded_queue_and_what_found_no_room_is_uploaded_when_it_is_next_used(

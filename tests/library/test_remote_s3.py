@@ -87,7 +87,7 @@ def test_a_bucket_that_is_not_there_counts_as_a_store_that_has_failed(tmp_path, 
         a.store.save(make_chunk())
         tier = tier_of(a)
         with tier._changed:
-            assert tier._changed.wait_for(lambda: tier.objects.writes.open, PATIENCE)
+            assert tier._changed.wait_for(lambda: tier.objects.writes.error, PATIENCE)
 
 
 def test_a_server_that_is_killed_in_the_middle_of_a_load_ends_it_and_the_next_request_is_not_kept_waiting(

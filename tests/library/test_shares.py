@@ -164,12 +164,6 @@ def test_no_chunk_of_the_saver_goes_that_could_stay(stock, size, gone):
     assert ["{}{}".format(*chunk.key) for chunk, _ in found] == gone
 
 
-def test_a_refusal_says_that_the_owner_would_exceed_its_share():
-    stock = {"ann": [(45, True)], "bob": [(50, False)]}
-    with pytest.raises(StorageFull, match="the tier's 100: its owner would exceed a share of 50 bytes"):
-        make_room(TierBounds(100), used_by(stock), "ann", 10, turns_of(stock))
-
-
 def test_pinned_chunks_go_last_and_only_beyond_the_share():
     stock = {"bob": [(10, True), (10, False), (10, True), (10, False)]}
     rules = TierBounds(40, 0, 0.5)

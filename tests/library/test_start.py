@@ -21,7 +21,7 @@ from mpic.errors import (
     ReferenceNotFound,
     StorageFull,
 )
-from mpic.library import Library, Limits
+from mpic.library import Library
 from mpic.library.caches import CachedText
 from mpic.library.catalog.database import Catalog
 from mpic.library.folder.lock import MARKER
@@ -119,14 +119,14 @@ def test_a_start_with_an_older_catalogue_reports_newer_files_which_recover_lists
         instead = library.files.add("ann", b"instead", "i.txt", handle="h0")
     shutil.copy(root.parent / "older.sqlite", root / "catalog.sqlite")
     there = {name for name in everything(root, sidecars=True) if name.startswith("files/")}
-    for aside in (1, 0):
+    for chunks in (1, 0):
         with Library.open(root, clock=clock) as library:
-            assert library.recovered["unlisted_files"] == 5 and library.recovered["lost_files"] == 1
-            assert library.recovered["orphans"] == aside  # the chunk, which is compiled again
+            assert library.recovered["unlisted_files"] == 10 and library.recovered["lost_files"] == 1
+            assert library.recovered["found_chunks"] == chunks  # a chunk's file says what it is
             assert library.files.get("ann", gone.id).error == "the original is lost"
             assert library.files.page("bob").files == []
             assert library.references.get("ref_1").version == 1
-        clock.now += 400 * 86_400  # far longer than anything that is put aside is kept
+        clock.now += 400 * 86_400  # far longer than deletions are remembered
     clock.now -= 800 * 86_400
     assert there <= everything(root, sidecars=True)
     assert recover(root, force=True, clock=clock).troubles[0].path.startswith("files/")
@@ -157,7 +157,7 @@ def test_a_copy_that_is_put_back_as_the_error_says_does_not_get_the_log_of_the_d
         (root / name).unlink(missing_ok=True)
     shutil.copy(root.parent / "older.sqlite", path)
     with Library.open(root, clock=clock) as library:
-        assert library.recovered["unlisted_files"] == 1 and check(library) == []
+        assert library.recovered["unlisted_files"] == 2 and check(library) == []
     recover(root, force=True, clock=clock)
     with Library.open(root, clock=clock) as library:
         assert library.files.by_handle("bob", "N") == new and check(library) == []
@@ -221,7 +221,7 @@ def test_files_of_deleted_rows_are_removed_after_a_crash(root, clock):
     for name, data in saved.items():  # restores the files, as if none had been removed yet
         (root / name).write_bytes(data)
     with Library.open(root, clock=clock) as library:
-        assert library.recovered["unlisted_files"] == library.recovered["orphans"] == 0
+        assert library.recovered["unlisted_files"] == 0
         assert library.recovered["leftovers"] >= len(saved)
         assert not everything(root, sidecars=True)
         assert library.files.page("ann").files == [] and library.caches.page("ann").caches == []
@@ -305,57 +305,31 @@ def test_the_tombstone_of_a_file_that_cannot_be_looked_at_is_kept(tmp_path, monk
 # Files that the catalogue does not know
 
 
-def test_an_original_without_row_and_sidecar_becomes_an_orphan_and_is_deleted_after_days(root, clock):
+def without_sidecar(path):
+    path.unlink()
+
+
+def of_another_user(path):
+    path.write_text(path.read_text().replace('"owner": "ann"', '"owner": "bob"'))
+
+
+@pytest.mark.parametrize(("change", "files"), [(without_sidecar, 1), (of_another_user, 2)])
+def test_files_without_a_row_and_a_good_sidecar_are_named_and_stay(root, clock, caplog, change, files):
     (sidecar, *_) = root.glob("files/*/file-*.json")
+    change(sidecar)
     forget(root, f"id = '{sidecar.stem}'")
-    sidecar.unlink()
-    data = sidecar.with_suffix("").read_bytes()
-    with Library.open(root, clock=clock) as library:
-        assert library.recovered["orphans"] == 1
-        (orphan,) = library.orphans.kept()
-        assert orphan.path.read_bytes() == data and orphan.since == "1970-01-12"
-        aside = root / "quarantine" / "orphans" / "1970-01-12"
-        assert orphan.path == aside / sidecar.with_suffix("").relative_to(root)
-        assert check(library) == []
-    for days, kept in ((30, 1), (1, 0)):
-        clock.now += days * 86_400
-        with Library.open(root, Limits(orphan_days=30), clock=clock) as library:
-            assert len(library.orphans.kept()) == kept and library.recovered["expired_orphans"] == 1 - kept
-    assert not aside.exists()
-
-
-def test_orphans_that_were_put_aside_while_the_clock_was_wrong_are_kept_as_long_as_others(root, clock):
-    (sidecar, *_) = root.glob("files/*/file-*.json")
-    clock.now += 10_000 * 86_400
-    with Library.open(root, clock=clock) as library:
-        library.files.add("ann", b"newest", "n.txt")
-    forget(root, f"id = '{sidecar.stem}'")
-    sidecar.unlink()
-    with Library.open(root, clock=Clock(0.0)) as library:  # a machine whose clock is not set yet
-        assert library.recovered["orphans"] == 1 and library.recovered["expired_orphans"] == 0
-    for days, kept in ((0, 1), (29, 1), (2, 0)):
-        clock.now += days * 86_400
-        with Library.open(root, Limits(orphan_days=30), clock=clock) as library:
-            assert len(library.orphans.kept()) == kept
-
-
-def test_orphans_are_kept_for_ever_if_orphan_days_is_0(root, clock):
-    for sidecar in root.glob("files/*/file-*.json"):
-        sidecar.unlink()
-    forget(root, "id LIKE 'file-%'")
+    before = contents(root)
     for _ in range(2):
-        with Library.open(root, Limits(orphan_days=0), clock=clock) as library:
-            assert len(library.orphans.kept()) == 3
+        with Library.open(root, clock=clock) as library:
+            assert library.recovered["unlisted_files"] == files and check(library) == []
+            assert library.files.page("bob").files == []
         clock.now += 10_000 * 86_400
-
-
-def test_a_sidecar_that_was_tampered_with_is_put_aside_with_its_original(root, clock):
-    (sidecar, *_) = root.glob("files/*/file-*.json")
-    sidecar.write_text(sidecar.read_text().replace('"owner": "ann"', '"owner": "bob"'))
-    forget(root, f"id = '{sidecar.stem}'")
-    with Library.open(root, clock=clock) as library:
-        assert library.recovered["unlisted_files"] == 0 and library.recovered["orphans"] == 2
-        assert library.files.page("bob").files == []
+    assert (
+        contents(root) == before
+        and f"does not list files/{sidecar.parent.name}/{sidecar.stem}" in caplog.text
+    )
+    troubles = {trouble.path for trouble in recover(root, force=True, clock=clock).troubles}
+    assert f"files/{sidecar.parent.name}/{sidecar.stem}" in troubles and contents(root) == before
 
 
 # Links in the place of folders
@@ -381,7 +355,14 @@ def test_a_link_to_a_folder_or_an_original_is_refused_by_name_and_loses_nothing(
         assert library.files.by_handle("ann", "H0").state != "failed"
 
 
-FOREIGN = ["files/report.doc", "tmp/left.tmp", "tmp/x", "kv/a/b", "notes.txt", "quarantine/mine@1"]
+FOREIGN = [
+    "files/report.doc",
+    "tmp/left.tmp",
+    "tmp/x",
+    "kv/a/b",
+    "notes.txt",
+    "quarantine/orphans/2026-01-01/mine",
+]
 FOREIGN += [f"files/{'0' * 64}/mine.txt", f"kv/{'0' * 12}/{'0' * 64}/photo.jpg"]
 
 

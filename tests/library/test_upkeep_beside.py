@@ -1,7 +1,5 @@
 """``check`` beside a server: what it changes meanwhile is no problem."""
 
-import os
-
 import pytest
 from library_tools import chunks, flip, make_chunk, size_of, text_key
 
@@ -131,13 +129,3 @@ def test_what_is_damaged_beside_a_server_is_a_problem(library, beside, kind):
     assert problem.path == path_of(library, path)
     flip(path, path.stat().st_size - 5)
     assert check(beside) == []
-
-
-def leave(root, name, seconds=0):
-    """Leave a file of three bytes that was written some seconds ago."""
-    path = root / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"123")
-    at = path.stat().st_mtime - seconds
-    os.utime(path, (at, at))
-    return name

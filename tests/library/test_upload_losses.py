@@ -4,12 +4,11 @@ import contextlib
 import os
 import socket
 
-import numpy as np
 import pytest
 from library_tools import FullDisk, encoded, everything, make_chunk, picture, text_key
 
-from mpic.errors import CorruptFile, FileNotFound, IntegrityError, StorageFull, Unavailable, UnknownHandle
-from mpic.library import Library, upkeep
+from mpic.errors import CorruptFile, FileNotFound, IntegrityError, StorageFull, UnknownHandle
+from mpic.library import upkeep
 from mpic.library.folder.layout import sidecar_of
 
 # Deletion and expiry
@@ -98,29 +97,6 @@ def test_a_full_disk_fails_the_upload_and_nothing_else(open_library):
     assert len(everything(library.root)) == 1
     disk.left = None
     library.files.add("ann", b"x" * 200, "f", handle="NEW")
-
-
-def test_everything_is_there_after_a_restart(open_library):
-    library = open_library()
-    add = library.files.add
-    files = [
-        add("ann", encoded(picture(i)), f"{i}.png", f"H{i}", expires_after=i * 100 or None) for i in range(4)
-    ]
-    library.close()
-    library = open_library()
-    assert not any(library.recovered.values())
-    assert library.files.page("ann", order="asc").files == files
-    for i, file in enumerate(files):
-        assert np.array_equal(library.files.chunk("ann", file).load_image(), picture(i))
-
-
-def test_one_process_at_a_time(open_library):
-    library = open_library()
-    with pytest.raises(Unavailable):
-        Library.open(library.root)
-    library.close()
-    library.close()
-    open_library()
 
 
 # No regular file in the place of an original

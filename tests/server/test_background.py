@@ -87,7 +87,7 @@ async def test_a_document_that_is_gone_is_not_compiled_further(server, end):
     if end == "deleted":
         assert (await server.http.delete(f"/v1/files/{id}")).status_code == 200
     elif end == "expired":
-        server.library.files._rows.set_expiry("local", id, time.time())
+        server.library.files._rows.set_column("local", id, "expires_at", time.time())
     else:
         again = await server.upload(b"another text", "other.txt", handle="LONG", replace="true")
         assert again.json()["outcome"] == "replaced"

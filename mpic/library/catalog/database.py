@@ -9,7 +9,6 @@ deletion and may be removed; any other may be the only copy of an upload.
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,10 +19,10 @@ from typing import Any
 
 from mpic.database import PATIENCE, translated
 from mpic.durable import FileSystem
-from mpic.errors import CorruptFile, DatabaseBusy, IntegrityError, Unavailable
+from mpic.errors import DatabaseBusy, IntegrityError, Unavailable
 from mpic.file_status import status_of
 from mpic.kv.chunk import ChunkKey
-from mpic.library.catalog.migrations import FIRST, MIGRATIONS
+from mpic.library.catalog.migrations import MIGRATIONS
 from mpic.library.folder.layout import CACHE_SIDECAR, SIDECAR, CatalogRow, path_of_row
 from mpic.library.records import File, Reference
 
@@ -33,27 +32,11 @@ IDLE_READERS = 8
 OWED = "remote/"
 """The beginning of the tombstones that stand for contents of a remote store and not for files."""
 
-TIMES = (
-    ("users", "created_at"),
-    ("files", "created_at"),
-    ("refs", "updated_at"),
-    ("caches", "created_at"),
-    ("chunks", "last_used"),
-    ("deleted", "at"),
-)
-"""Tables and their columns of times that have passed."""
-
-NAMED_BY = {
-    "files": ("id", "owner"),
-    "refs": ("id",),
-    "retired_refs": ("id", "version"),
-    "chunks": ("key", "owner", "model"),
-}
-"""Tables whose rows describe files, and the columns that name a row and its file."""
+NAMED_BY = {"files": "id, owner", "refs": "id", "retired_refs": "id", "chunks": "key, owner, model"}
+"""Tables whose rows describe files, and the columns that name the file."""
 
 NAME = "the catalogue"
 ADVICE = "check the disk first; if it is sound, stop the server and run `mpic library recover`"
-log = logging.getLogger(__name__)
 
 
 class Catalog:
@@ -86,7 +69,7 @@ class Catalog:
             raise Unavailable(f"there is no library in {path.parent}")
         self._lock = threading.RLock()
         self._idle: list[Connection] = []  # idle connections of readers
-        self._undone: list[Callable[[Connection], None]] = []  # see if_undone
+        self._undone: list[Callable[[], None]] = []  # see if_undone
         with translated(NAME, ADVICE):
             self._writer = self._connect(create=not read_only)
             if read_only:
@@ -152,21 +135,17 @@ class Catalog:
                 except BaseException:
                     if self._writer.in_transaction:
                         self._writer.execute("ROLLBACK")
-                    for action in self._undone:
-                        action(self._writer)
+                    for action in reversed(self._undone):
+                        action()
                     raise
             self._guard()
         finally:
             self._undone.clear()
             self._lock.release()
 
-    def if_undone(self, action: Callable[[Connection], None]) -> None:
-        """Register, within a transaction, what to do if it is undone, for what a rollback does not reach.
-
-        Args:
-            action: called once the transaction is undone, while no other can begin. It reads the rows as they are then,
-                and does not raise.
-        """
+    def if_undone(self, action: Callable[[], None]) -> None:
+        """Register, within a transaction, what to do once it is undone, for what a rollback does not reach. The last
+        action is called first, while no other transaction can begin; none may raise."""
         self._undone.append(action)
 
     def add_user(self, db: Connection, user: str, now: float) -> None:
@@ -198,13 +177,6 @@ class Catalog:
         except OSError:
             return False
 
-    def newest(self) -> float:
-        """Return the newest time at which something is recorded to have happened, in seconds since the epoch; 0 if
-        nothing has."""
-        times = " UNION ALL ".join(f"SELECT MAX({column}) AS at FROM {table}" for table, column in TIMES)
-        [row] = self.read(f"SELECT MAX(at) AS newest FROM ({times})")
-        return row["newest"] or 0.0
-
     def identify(self, library: str) -> None:
         """Write the id of the library into a catalogue that has none.
 
@@ -218,42 +190,26 @@ class Catalog:
         elif row["id"] != library:
             raise IntegrityError(f"{self.path} is the catalogue of the library {row['id']}, not of {library}")
 
-    def settle_paths(self) -> None:
-        """Give every row the path that its owner and its id imply, whatever it said: files are read and deleted by
-        these paths, and the catalogue may come from a stranger's backup. Rows that no library writes are deleted.
+    def check_paths(self) -> None:
+        """Check that every row has the path that its owner and its id imply: files are read and deleted by these paths,
+        and the catalogue may come from a stranger's backup.
 
         Raises:
-            IntegrityError: the catalogue is open only for reading, and there are such rows.
+            IntegrityError: there are rows that no library writes.
         """
-        wrong: list[
-            tuple[str, str | None, Row]
-        ] = []  # table, right path (None: no library writes such a row), row
-        for table, columns in NAMED_BY.items():
-            for row in self.read(f"SELECT {', '.join(columns)}, path FROM {table}"):
-                path = path_of_row(table, row)
-                if path != row["path"]:
-                    wrong.append((table, path, row))
+        wrong = [
+            row["path"]
+            for table, columns in NAMED_BY.items()
+            for row in self.read(f"SELECT {columns}, path FROM {table}")
+            if path_of_row(table, row) != row["path"]
+        ]
         names = [row["id"] for row in self.read("SELECT id FROM caches")]
-        caches = [name for name in names if not CACHE_SIDECAR.fullmatch(f"{name}{SIDECAR}")]
-        if not wrong and not caches:
-            return
-        first = repr([*(row["path"] for _, _, row in wrong), *caches][0])[:200]
-        says = f"{len(wrong) + len(caches)} rows of the catalogue are not as a library writes them, such as {first}"
-        if self.read_only:
-            raise IntegrityError(f"{says}; the next start of the server corrects them")
-        log.error(
-            "%s: the place of a file is taken from its owner and its id, rows without these are deleted", says
-        )
-        with self.write() as db:
-            for table, path, row in wrong:
-                change = f"DELETE FROM {table}" if path is None else f"UPDATE {table} SET path = :path"
-                values = {column: row[column] for column in NAMED_BY[table]}
-                where = " AND ".join(f"{column} IS :{column}" for column in values)
-                db.execute(f"{change} WHERE {where}", values | {"path": path})
-            for name in caches:
-                chunks = "SELECT id FROM cache_chunks WHERE cache IS ?"
-                db.execute(f"DELETE FROM files WHERE id IN ({chunks})", (name,))
-                db.execute("DELETE FROM caches WHERE id IS ?", (name,))
+        wrong += [name for name in names if not CACHE_SIDECAR.fullmatch(f"{name}{SIDECAR}")]
+        if wrong:
+            raise IntegrityError(
+                f"{len(wrong)} rows of the catalogue are not as a library writes them, such as {repr(wrong[0])[:200]}: "
+                "`mpic library recover --force` makes a new one from the files"
+            )
 
     def check(self) -> None:
         """Verify the database itself. Raise IntegrityError: it is damaged."""
@@ -315,12 +271,12 @@ class Catalog:
             raise IntegrityError(
                 f"{self.path} has version {done}, this program knows {latest()}: it was written by a newer one"
             )
-        if 0 < done < FIRST:
+        if done and done not in MIGRATIONS:
             raise IntegrityError(
-                f"{self.path} has version {done}, older than 0.1.0, whose catalogues have {FIRST}: open it once with "
-                "MPIC 0.1.0, which brings it up to date"
+                f"{self.path} has version {done}, which no release of the last two writes ({min(MIGRATIONS)} is that "
+                "of 0.1.0): open it once with the version that follows the one that wrote it (docs/upgrade.md)"
             )
-        for number, step in enumerate(MIGRATIONS, start=FIRST):
+        for number, step in MIGRATIONS.items():
             if number > done:
                 with self.write() as db:
                     step(db)
@@ -329,7 +285,7 @@ class Catalog:
 
 def latest() -> int:
     """Return the version of the catalogues that this program writes."""
-    return FIRST + len(MIGRATIONS) - 1
+    return max(MIGRATIONS)
 
 
 def to_row(record: File | Reference, root: Path) -> dict[str, Any]:
@@ -346,15 +302,11 @@ def to_row(record: File | Reference, root: Path) -> dict[str, Any]:
 
 
 def from_row(row: CatalogRow, root: Path) -> dict[str, Any]:
-    """Return the fields of the record that a row holds; the inverse of ``to_row``. Raise CorruptFile: no library
-    gives such an id."""
+    """Return the fields of the record that a row holds; the inverse of ``to_row``."""
     values = dict(row)
     values.pop("seq", None)
-    path = path_of_row("files" if "owner" in values else "refs", values)
-    if path is None:
-        raise CorruptFile(f"the row of {str(values['id'])[:100]!r} is not one that this program writes")
     values["key"] = ChunkKey(values["kind"], values.pop("digest"))
-    values["path"] = root / path
+    values["path"] = root / values["path"]
     values["metadata"] = json.loads(values["metadata"])
     if values.get("split") is not None:
         values["split"] = json.loads(values["split"])

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from sqlite3 import Connection, Row
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from mpic.errors import HandleTaken
 from mpic.handles import canonical
@@ -139,7 +139,6 @@ class FileRows:
         return next(iter(self._files(db.execute(sql, values).fetchall())), None)
 
     def values(self, file: File) -> dict[str, Any]:
-        """Return the columns of a file's row."""
         return to_row(file, self._root)
 
     def check_quota(
@@ -149,10 +148,12 @@ class FileRows:
         read = self._catalog.read if db is None else lambda sql, *values: db.execute(sql, values).fetchall()
         check_originals(read, user, files, size, self._limits, key, self._clock())
 
-    def set_expiry(self, user: str, file_id: str, expires_at: float | None) -> None:
-        """Set when a file expires, in seconds since the epoch. A file that has expired stays expired."""
+    def set_column(
+        self, user: str, file_id: str, column: Literal["expires_at", "pinned", "kv_ttl"], value: float | None
+    ) -> None:
+        """Change a column of a file. A file that has expired stays as it is."""
         with self._catalog.write() as db:
-            self._set(db, user, file_id, "expires_at", expires_at)
+            self._set(db, user, file_id, column, value)
 
     def set_handle(self, user: str, file_id: str, handle: str | None) -> None:
         """Give a file another handle, or none. A file that has expired keeps its own.
@@ -172,15 +173,6 @@ class FileRows:
         db.execute(f"UPDATE files SET handle = NULL WHERE {where} AND expires_at <= ?", (*own, self._clock()))
         if db.execute(f"SELECT 1 FROM files WHERE {where}", own).fetchone():
             raise handle_taken(handle)
-
-    def set_pin(self, user: str, file_id: str, pinned: bool) -> None:
-        with self._catalog.write() as db:
-            self._set(db, user, file_id, "pinned", pinned)
-
-    def set_kv_ttl(self, user: str, file_id: str, seconds: int | None) -> None:
-        """Set for how many seconds the compiled chunks of a file are kept unused; None: as the limits say."""
-        with self._catalog.write() as db:
-            self._set(db, user, file_id, "kv_ttl", seconds)
 
     def _set(self, db: Connection, user: str, file_id: str, column: str, value: Any) -> None:
         """Change a column of a file that has not expired, within a transaction."""
@@ -205,7 +197,10 @@ class FileRows:
         self._sidecars.rewrite(db, "file", file.id)
         return [key for key in before if not self.has_content(db, file.owner, key)]
 
-    def set_state(self, user: str, file_id: str, state: State, tokens: int | None, error: str | None) -> None:
+    def set_state(
+        self, user: str, file_id: str, state: State, tokens: int | None = None, error: str | None = None
+    ) -> None:
+        """Record the outcome of compiling. A file that was deleted meanwhile is ignored."""
         sql = "UPDATE files SET state = ?, tokens = COALESCE(?, tokens), error = ? WHERE owner = ? AND id = ?"
         with self._catalog.write() as db:
             db.execute(sql, (state, tokens, error, user, file_id))

@@ -1,5 +1,5 @@
-"""The schema of the catalogue: that of version 0.1.0, and the steps that have changed it since. Steps are only ever
-added; a release may fold those that every catalogue of the last two versions has taken into ``m007_schema``."""
+"""The schema of the catalogue: that of version 0.1.0, and the steps that have changed it since, one for each release. A
+release may fold those that every catalogue of the last two versions has taken into ``SCHEMA``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ import sqlite3
 from collections.abc import Callable
 
 from mpic.library.records import SHARED
-
-Migration = Callable[[sqlite3.Connection], None]
-MIGRATIONS: list[Migration] = []
-FIRST = 7
-"""Number of the first step, which makes the schema. Catalogues of lower numbers are older than 0.1.0."""
 
 SCHEMA = """
 CREATE TABLE library (id TEXT NOT NULL)  -- one row: the id in the folder's marker
@@ -155,15 +150,69 @@ REFERENCE = """
     state TEXT NOT NULL CHECK (state IN ('compiling', 'ready', 'failed')),
     error TEXT"""
 
+CHANGES_OF_0_2_0 = """
+ALTER TABLE files RENAME COLUMN kind TO first_kind
 
-def migration(step: Migration) -> Migration:
-    """Register a step. Steps run once, in the order of this file, each in its own transaction."""
-    MIGRATIONS.append(step)
-    return step
+-- a file may be a clip; the check of a column cannot be changed, so the column is made anew
+ALTER TABLE files ADD COLUMN kind TEXT NOT NULL DEFAULT 'text' CHECK (kind IN ('image', 'text', 'video'))
+
+UPDATE files SET kind = first_kind
+
+ALTER TABLE files DROP COLUMN first_kind
+
+-- JSON of how a document is cut; NULL: it is one chunk
+ALTER TABLE files ADD COLUMN split TEXT
+
+-- empty: the upload did not say how it is compressed
+ALTER TABLE files ADD COLUMN press TEXT NOT NULL DEFAULT ''
+
+ALTER TABLE files ADD COLUMN pages INTEGER
+
+-- NULL: its chunks are kept unused as the limits say
+ALTER TABLE files ADD COLUMN kv_ttl INTEGER
+
+-- an encoding, or a kind of document; empty: UTF-8, or no text
+ALTER TABLE files ADD COLUMN format TEXT NOT NULL DEFAULT ''
+
+ALTER TABLE refs ADD COLUMN format TEXT NOT NULL DEFAULT ''
+
+ALTER TABLE retired_refs ADD COLUMN format TEXT NOT NULL DEFAULT ''
+
+ALTER TABLE refs ADD COLUMN expires_at REAL
+
+-- empty: no sync has added it
+ALTER TABLE refs ADD COLUMN synced_from TEXT NOT NULL DEFAULT ''
+
+CREATE INDEX refs_expiry ON refs (expires_at) WHERE expires_at IS NOT NULL
+
+CREATE INDEX files_kv_ttl ON files (kv_ttl) WHERE kv_ttl IS NOT NULL
+
+-- a listing of files passes over the chunks of caches, of which a user may have thousands
+CREATE INDEX files_uploads ON files (owner) WHERE id NOT GLOB 'cache-*'
+
+-- of documents that are cut, computed from the text when they are first needed
+CREATE TABLE pieces (
+    file TEXT NOT NULL REFERENCES files (id) ON DELETE CASCADE,
+    position INTEGER NOT NULL,
+    start INTEGER NOT NULL,      -- characters of the text
+    "end" INTEGER NOT NULL,
+    digest TEXT NOT NULL,        -- of the piece (ChunkKey.digest)
+    page INTEGER,
+    PRIMARY KEY (file, position)
+) WITHOUT ROWID
+
+CREATE INDEX pieces_content ON pieces (digest)
+
+-- every content that a file stands for, as a whole or in pieces; looked up by content, hence the order of the join
+CREATE VIEW contents AS
+    SELECT id, owner, kind, digest, pinned, kv_ttl FROM files
+    UNION ALL
+    SELECT files.id, files.owner, files.kind, pieces.digest, files.pinned, files.kv_ttl
+    FROM pieces CROSS JOIN files ON files.id = pieces.file
+"""
 
 
-@migration
-def m007_schema(db: sqlite3.Connection) -> None:
+def make_schema(db: sqlite3.Connection) -> None:
     for statement in SCHEMA.replace("{reference}", REFERENCE).split("\n\n"):
         db.execute(statement)
     for table, owner, counts in (
@@ -184,84 +233,10 @@ def m007_schema(db: sqlite3.Connection) -> None:
             db.execute(f"CREATE TRIGGER {table}_{name} AFTER {event} ON {table} BEGIN {then}; END")
 
 
-@migration
-def m008_pieces_of_files(db: sqlite3.Connection) -> None:
-    """Add documents that are cut: ``split`` says how, and NULL means that a file is one chunk. Their pieces are
-    computed from the text when they are first needed; ``start`` and ``end`` are characters of it."""
-    db.execute("ALTER TABLE files ADD COLUMN split TEXT")
-    db.execute("""
-        CREATE TABLE pieces (
-            file TEXT NOT NULL REFERENCES files (id) ON DELETE CASCADE,
-            position INTEGER NOT NULL,
-            start INTEGER NOT NULL,
-            "end" INTEGER NOT NULL,
-            digest TEXT NOT NULL,        -- of the piece (ChunkKey.digest)
-            PRIMARY KEY (file, position)
-        ) WITHOUT ROWID""")
-    db.execute("CREATE INDEX pieces_content ON pieces (digest)")
-    # every content that a file stands for, as a whole or in pieces; looked up by content, hence the order of the join
-    db.execute("""
-        CREATE VIEW contents AS
-        SELECT id, owner, kind, digest, pinned FROM files
-        UNION ALL
-        SELECT files.id, files.owner, files.kind, pieces.digest, files.pinned
-        FROM pieces CROSS JOIN files ON files.id = pieces.file""")
+def change_to_0_2_0(db: sqlite3.Connection) -> None:
+    for statement in CHANGES_OF_0_2_0.split("\n\n"):
+        db.execute(statement)
 
 
-@migration
-def m009_presses_of_files(db: sqlite3.Connection) -> None:
-    """Add files whose upload said how they are compressed: ``press`` names it, empty where nothing was said."""
-    db.execute("ALTER TABLE files ADD COLUMN press TEXT NOT NULL DEFAULT ''")
-
-
-@migration
-def m010_clips(db: sqlite3.Connection) -> None:
-    """Let a file be a clip. The check of a column cannot be changed, so the column is made anew; the view, which has
-    it, too. (To drop the table would delete what refers to it.)"""
-    [view] = db.execute("SELECT sql FROM sqlite_schema WHERE type = 'view' AND name = 'contents'").fetchone()
-    db.execute("DROP VIEW contents")
-    db.execute("ALTER TABLE files RENAME COLUMN kind TO first_kind")
-    db.execute(
-        "ALTER TABLE files ADD COLUMN kind TEXT NOT NULL DEFAULT 'text' CHECK (kind IN ('image', 'text', 'video'))"
-    )
-    db.execute("UPDATE files SET kind = first_kind")
-    db.execute("ALTER TABLE files DROP COLUMN first_kind")
-    db.execute(view)
-
-
-@migration
-def m011_listings_of_uploads(db: sqlite3.Connection) -> None:
-    """Let a listing of files pass over the chunks of caches, of which a user may have thousands."""
-    db.execute("CREATE INDEX files_uploads ON files (owner) WHERE id NOT GLOB 'cache-*'")
-
-
-@migration
-def m012_formats_of_texts(db: sqlite3.Connection) -> None:
-    """Add the form in which an original holds its text: an encoding, empty where that is UTF-8 or no text."""
-    for table in ("files", "refs", "retired_refs"):
-        db.execute(f"ALTER TABLE {table} ADD COLUMN format TEXT NOT NULL DEFAULT ''")
-
-
-@migration
-def m013_pages(db: sqlite3.Connection) -> None:
-    """Add the number of a document's pages, and the page of each of its pieces; NULL for files without pages."""
-    db.execute("ALTER TABLE files ADD COLUMN pages INTEGER")
-    db.execute("ALTER TABLE pieces ADD COLUMN page INTEGER")
-
-
-@migration
-def m014_lives(db: sqlite3.Connection) -> None:
-    """Add for how many seconds the compiled chunks of a file are kept unused (NULL: as the limits say), when a
-    reference expires, and from which folder or listing a sync has added it (empty: none has)."""
-    db.execute("ALTER TABLE files ADD COLUMN kv_ttl INTEGER")
-    db.execute("CREATE INDEX files_kv_ttl ON files (kv_ttl) WHERE kv_ttl IS NOT NULL")
-    db.execute("DROP VIEW contents")
-    db.execute("""
-        CREATE VIEW contents AS
-        SELECT id, owner, kind, digest, pinned, kv_ttl FROM files
-        UNION ALL
-        SELECT files.id, files.owner, files.kind, pieces.digest, files.pinned, files.kv_ttl
-        FROM pieces CROSS JOIN files ON files.id = pieces.file""")
-    db.execute("ALTER TABLE refs ADD COLUMN expires_at REAL")
-    db.execute("CREATE INDEX refs_expiry ON refs (expires_at) WHERE expires_at IS NOT NULL")
-    db.execute("ALTER TABLE refs ADD COLUMN synced_from TEXT NOT NULL DEFAULT ''")
+MIGRATIONS: dict[int, Callable[[sqlite3.Connection], object]] = {7: make_schema, 14: change_to_0_2_0}
+"""Steps by the version that a catalogue has after them. Each runs once, in a transaction of its own."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from sqlite3 import Connection, Row
+from typing import Literal
 
 from mpic.errors import ReferenceExists
 from mpic.kv.chunk import ChunkKey
@@ -160,7 +161,10 @@ class ReferenceRows:
         sql = "SELECT 1 FROM {} WHERE digest = ? AND kind = ?"
         return any(db.execute(sql.format(table), (key.digest, key.kind)).fetchone() for table in tables)
 
-    def set_state(self, reference: Reference, state: State, tokens: int | None, error: str | None) -> None:
+    def set_state(
+        self, reference: Reference, state: State, tokens: int | None = None, error: str | None = None
+    ) -> None:
+        """Record the outcome of compiling. A version that was replaced or removed meanwhile is no error."""
         sql = (
             "UPDATE refs SET state = ?, tokens = COALESCE(?, tokens), error = ? "
             "WHERE id = ? AND version = ? AND path = ?"
@@ -168,15 +172,10 @@ class ReferenceRows:
         with self._catalog.write() as db:
             db.execute(sql, (state, tokens, error, *self._name(reference)))
 
-    def set_pin(self, reference_id: str, pinned: bool) -> None:
-        """Pin or unpin a reference, if there is one of this id."""
-        self._set(reference_id, "pinned", pinned)
-
-    def set_expiry(self, reference_id: str, expires_at: float | None) -> None:
-        """Set when a reference expires, in seconds since the epoch. One that has expired stays expired."""
-        self._set(reference_id, "expires_at", expires_at)
-
-    def _set(self, reference_id: str, column: str, value: float | None) -> None:
+    def set_column(
+        self, reference_id: str, column: Literal["expires_at", "pinned"], value: float | None
+    ) -> None:
+        """Change a column of a reference, if there is one of this id that has not expired."""
         sql = f"UPDATE refs SET {column} = :value WHERE id = :id AND {ALIVE}"
         with self._catalog.write() as db:
             values = {"value": value, "id": reference_id, "now": self._clock()}

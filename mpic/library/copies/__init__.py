@@ -1,1 +1,1 @@
-"""Copies of libraries: one format of backups, and what reads them; bulk import of references; gifts to other users."""
+"""Backups and how they are restored; imports and syncs of references."""

@@ -1,10 +1,10 @@
-"""Copies a library or what one user has in it, also while a server runs; ``restore.py`` reads the copy.
+"""Copies a library, also while a server runs; ``restore.py`` makes a library of the copy.
 
 A backup is a folder with ``mpic-backup.json``, a snapshot of the catalogue, the originals and sidecars that the
-snapshot lists, the key store, the savings ledger and, on request, the compiled chunks; that of one user has no other
-user's rows and files, no references, keys or savings. The manifest says ``incomplete`` until everything else is
-durable, so that an interrupted backup is recognised. Files of a library are never changed in place. If the backup lies
-on the same file system they are therefore hard links: no bytes are copied, and deleting one side leaves the other.
+snapshot lists, the key store, the savings ledger and, on request, the compiled chunks. The manifest says
+``incomplete`` until everything else is durable, so that an interrupted backup is recognised. Files of a library are
+never changed in place. If the backup lies on the same file system they are therefore hard links: no bytes are copied,
+and deleting one side leaves the other.
 """
 
 from __future__ import annotations
@@ -97,7 +97,6 @@ def backup(
     target: Path,
     chunks: bool = False,
     link: bool = True,
-    user: str | None = None,
     progress: Progress = lambda done: None,
 ) -> Copied:
     """Copy a library, also while a server has it open.
@@ -106,7 +105,6 @@ def backup(
         target: a new or an empty folder.
         chunks: copy compiled chunks too; without them they are compiled again.
         link: make hard links where possible; False copies every byte and verifies it.
-        user: copy only what this user has.
         progress: called with the bytes of each original that was linked or copied.
 
     Raises:
@@ -132,13 +130,12 @@ def backup(
         manifest = Manifest(marker.id, time.time())
         manifest.write(filesystem, target)
         with closing(Catalog(root / CATALOG, filesystem, read_only=True)) as live:
-            live.settle_paths()  # files are copied from and to the paths in it
-            work = _Backup(root, target, filesystem, live, link, user, progress)
+            live.check_paths()  # files are copied from and to the paths in it
+            work = _Backup(root, target, filesystem, live, link, progress)
             work.originals()
             work.chunks(chunks)
-        if user is None:
-            work.keys()
-            work.savings()
+        work.keys()
+        work.savings()
         if any_keys(root):
             mark_keys(target)
         work.finish()
@@ -155,7 +152,6 @@ class _Backup:
     _filesystem: FileSystem
     _live: Catalog
     _link: bool
-    _user: str | None
     _progress: Progress
     _folders: set[Path] = field(default_factory=set)
     done: Copied = field(default_factory=Copied)
@@ -166,8 +162,6 @@ class _Backup:
         copied: set[str] = set()
         for _ in range(ROUNDS):
             snapshot(self._root / CATALOG, self._target / CATALOG)
-            if self._user is not None:
-                self._leave_others_out(self._user)
             wanted = self._wanted()
             gone = [
                 path for path, row in wanted.items() if path not in copied and not self._original(path, row)
@@ -182,16 +176,6 @@ class _Backup:
             self._filesystem.remove(self._target / path)
             self._filesystem.remove(sidecar_of(self._target / path))
         self._sidecars()
-
-    def _leave_others_out(self, user: str) -> None:
-        with self._snapshot() as db:
-            db.execute("PRAGMA foreign_keys = ON")  # deletes chunks of caches and pieces with their files
-            for column, tables in (("owner", ("chunks", "files", "caches")), ("id", ("users",))):
-                for table in tables:
-                    db.execute(f"DELETE FROM {table} WHERE {column} != ?", (user,))
-            for table in ("refs", "retired_refs", "vectors", "deleted", "usage WHERE count = 0"):
-                db.execute(f"DELETE FROM {table}")
-            db.execute("VACUUM")  # or its free pages would still hold the rows of others
 
     def _wanted(self) -> dict[str, sqlite3.Row]:
         sql = "SELECT path, bytes, sha256 FROM {}"
@@ -247,21 +231,18 @@ class _Backup:
                 self.done.counts["keys"] = db.execute("SELECT COUNT(*) FROM keys").fetchone()[0]
 
     def savings(self) -> None:
-        """Copy the savings ledger, if there is one. One that cannot be read is noted and left out, because everything
+        """Copy the savings ledger, if there is one. One that cannot be copied is noted and left out, because everything
         else works without it. This can be a sound one: what a killed server has half written is taken back by the next
-        one that writes, and a reader cannot do that. One that is locked, or a copy that cannot be written, ends the
-        backup."""
+        one that writes, and a reader cannot do that. One that is locked ends the backup."""
         if not (self._root / SAVINGS).is_file():
             return
         try:
-            live = _open(self._root / SAVINGS, every_page=True)
+            snapshot(self._root / SAVINGS, self._target / SAVINGS, every_page=True)
         except (DatabaseDamaged, DatabaseFailed) as error:
+            self._filesystem.remove(self._target / SAVINGS)
             self.done.notes.append(
                 f"{error.message}: the backup has no {SAVINGS}, which says what reuse has saved; all else is in it"
             )
-            return
-        with closing(live):
-            _copy(live, self._target / SAVINGS)
 
     def finish(self) -> None:
         """Make everything durable, before the manifest says that the backup is complete."""
@@ -298,59 +279,42 @@ class _Backup:
         return closing(db)
 
 
-def size_of(folder: Path, user: str | None = None) -> int:
-    """Return the bytes of the originals that the catalogue of a library or of a backup lists, or of those of a
-    user."""
+def size_of(folder: Path) -> int:
+    """Return the bytes of the originals that the catalogue of a library or of a backup lists."""
     uri = f"{(Path(folder) / CATALOG).absolute().as_uri()}?mode=ro"
     sql = """
-        SELECT (SELECT COALESCE(SUM(bytes), 0) FROM files WHERE :user IS NULL OR owner = :user)
-             + (SELECT COALESCE(SUM(bytes), 0) FROM refs WHERE :user IS NULL)"""
+        SELECT (SELECT COALESCE(SUM(bytes), 0) FROM files) + (SELECT COALESCE(SUM(bytes), 0) FROM refs)"""
     with translated(NAME), closing(sqlite3.connect(uri, uri=True, timeout=PATIENCE)) as db:
-        return db.execute(sql, {"user": user}).fetchone()[0]
+        return db.execute(sql).fetchone()[0]
 
 
-def snapshot(source: Path, target: Path) -> None:
-    """Copy a consistent state of a database, even while it is being written to. Raise the errors of
-    ``translated``."""
-    with closing(_open(source)) as live:
-        _copy(live, target)
-
-
-def _open(source: Path, every_page: bool = False) -> sqlite3.Connection:
-    """Open a database and begin to read it, so that its state stays as it is. Raise the errors of ``translated``.
+def snapshot(source: Path, target: Path, every_page: bool = False) -> None:
+    """Copy a consistent state of a database, even while it is being written to.
 
     Args:
-        every_page: read all of it, so that whatever fails afterwards is its copy. A page that can be read and makes no
-            sense is DatabaseDamaged, too.
+        every_page: verify all of it first.
+
+    Raises:
+        The errors of ``translated``. With ``every_page``, a page that makes no sense is DatabaseDamaged, too.
     """
-    name = NAMES[source.name]
-    with translated(name):
-        live = sqlite3.connect(f"{source.as_uri()}?mode=ro", uri=True, isolation_level=None, timeout=PATIENCE)
-        try:
-            live.execute("BEGIN")
-            # Takes the lock, or waits for it no longer than PATIENCE: Python's backup would wait for ever.
-            live.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchall()
-            if every_page:
-                [(found,)] = live.execute("PRAGMA quick_check(1)").fetchall()
-                if found != "ok":
-                    raise DatabaseDamaged(f"{name} is damaged ({' '.join(found.split())})")
-        except BaseException:
-            live.close()
-            raise
-    return live
-
-
-def _copy(live: sqlite3.Connection, target: Path) -> None:
-    """Copy an open database to a new file of the same name. Raise the errors of ``translated``."""
+    name, uri = NAMES[source.name], f"{source.as_uri()}?mode=ro"
     with suppress(FileNotFoundError):
         target.unlink()
-    name = NAMES[target.name]
-    with translated(f"the copy of {name}"):
-        copy = sqlite3.connect(target)
-    with closing(copy), translated(f"{name} or its copy"):
-        live.backup(copy)
-        # a single file, which SQLite can read without creating others
-        copy.execute("PRAGMA journal_mode = DELETE")
+    with (
+        translated(name),
+        closing(sqlite3.connect(uri, uri=True, isolation_level=None, timeout=PATIENCE)) as live,
+    ):
+        live.execute("BEGIN")
+        # Takes the lock, or waits for it no longer than PATIENCE: Python's backup would wait for ever.
+        live.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchall()
+        if every_page:
+            [(found,)] = live.execute("PRAGMA quick_check(1)").fetchall()
+            if found != "ok":
+                raise DatabaseDamaged(f"{name} is damaged ({' '.join(found.split())})")
+        with translated(f"{name} or its copy"), closing(sqlite3.connect(target)) as copy:
+            live.backup(copy)
+            # a single file, which SQLite can read without creating others
+            copy.execute("PRAGMA journal_mode = DELETE")
     target.chmod(0o600)
 
 

@@ -13,17 +13,16 @@ An interrupted import is therefore resumed by starting it again.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol
 
-from mpic.errors import BadRequest, MPICError, OutOfMemory, ReferenceNotFound, TooLarge
+from mpic.errors import BadRequest, MPICError, OutOfMemory, ReferenceExists, ReferenceNotFound, TooLarge
 from mpic.library.records import Reference, Scalar
 from mpic.library.references import ReferenceLibrary
 from mpic.memory import as_errors
@@ -31,7 +30,6 @@ from mpic.memory import as_errors
 KEYS = frozenset({"id", "title", "kind", "path", "text", "description", "metadata"})
 PLAIN_ID = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 
-T = TypeVar("T")
 Outcome = Literal["added", "replaced", "unchanged", "refused"]
 
 
@@ -137,18 +135,12 @@ async def import_references(
     return results
 
 
-def run_import(work: Coroutine[Any, Any, T]) -> T:
-    """Run an import into a library to its end and return its result; the first Ctrl-C ends it at once.
-
-    ``asyncio.run`` would keep that for the next time the import waits for the event loop. It does so only for what is
-    new: an import of references that are there already would run to its end.
-    """
-    with asyncio.Runner() as runner:
-        return runner.get_loop().run_until_complete(work)
-
-
 async def read_and_import(item: ImportItem, target: ImportTarget) -> ImportResult:
-    """Import one reference whose content is yet to be read. Raise as ``import_one``."""
+    """Import one reference into a target, unless the target has it already, unchanged.
+
+    Raises:
+        StorageFull, Unavailable: nothing more can be stored.
+    """
     if item.error is not None:
         return ImportResult(item.where, "refused", item.id, item.error, "bad_request")
     try:
@@ -157,15 +149,6 @@ async def read_and_import(item: ImportItem, target: ImportTarget) -> ImportResul
         return ImportResult(item.where, "refused", item.id, error.message, error.code)
     except (OSError, UnicodeEncodeError) as error:
         return ImportResult(item.where, "refused", item.id, str(error), "bad_request")
-    return await import_one(item, content, target)
-
-
-async def import_one(item: ImportItem, content: bytes, target: ImportTarget) -> ImportResult:
-    """Import one reference into a target, unless the target has it already, unchanged.
-
-    Raises:
-        StorageFull, Unavailable: nothing more can be stored.
-    """
     try:
         there = await target.there(item.id)
         same = KnownReference(
@@ -187,11 +170,17 @@ class LibraryTarget:
     """An ``ImportTarget`` that is a library opened by this process.
 
     Args:
-        source: see ``ReferenceLibrary.add``.
+        source: see ``ReferenceLibrary.add``. With a source, no reference of somebody else is taken over.
+        changed: called with each version that was added or replaced.
     """
 
-    def __init__(self, references: ReferenceLibrary, source: str = "") -> None:
-        self._references, self._synced_from = references, source
+    def __init__(
+        self,
+        references: ReferenceLibrary,
+        source: str = "",
+        changed: Callable[[Reference], None] = lambda reference: None,
+    ) -> None:
+        self._references, self._source, self._changed = references, source, changed
         self.largest: int | None = references.upload_bytes
 
     async def there(self, id: str) -> KnownReference | None:
@@ -199,19 +188,20 @@ class LibraryTarget:
             found = self._references.get(id)
         except ReferenceNotFound:
             return None
+        if self._source and found.synced_from != self._source:
+            raise ReferenceExists("another reference has this id, which the sync has not added", param="id")
         return KnownReference(found.sha256, found.title, found.description, found.metadata)
 
     async def add(self, item: ImportItem, content: bytes) -> str:
-        words, source = _words(item), self._synced_from
+        words, source = _words(item), self._source
         added = await self._references.add(content, item.filename, id=item.id, synced_from=source, **words)
-        return self.stored(added)
+        self._changed(added)
+        return added.kind
 
     async def replace(self, item: ImportItem, content: bytes) -> str:
-        return self.stored(await self._references.replace(item.id, content, item.filename, **_words(item)))
-
-    def stored(self, reference: Reference) -> str:
-        """Return the kind of a version that was stored."""
-        return reference.kind
+        replaced = await self._references.replace(item.id, content, item.filename, **_words(item))
+        self._changed(replaced)
+        return replaced.kind
 
 
 def _words(item: ImportItem) -> dict[str, Any]:

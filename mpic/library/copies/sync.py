@@ -17,11 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mpic.errors import MPICError, ReferenceExists, ReferenceNotFound, Unavailable
+from mpic.errors import MPICError, ReferenceNotFound, Unavailable
 from mpic.library.copies.bulk_import import (
     ImportItem,
     ImportResult,
-    KnownReference,
     LibraryTarget,
     read_and_import,
     read_items,
@@ -62,7 +61,7 @@ class ReferenceSync:
         removed: Callable[[Removed], None],
     ) -> None:
         self._references, self._source, self._removed = references, source.absolute(), removed
-        self._target = _SyncTarget(references, str(self._source), changed)
+        self._target = LibraryTarget(references, str(self._source), changed)
         # what was read of each, so that it is not read again
         self._imported: dict[str, tuple[ImportItem, Any, str]] = {}
 
@@ -124,31 +123,7 @@ class ReferenceSync:
         if before is not None and known is not None and before == (item, stamp, known.sha256):
             return ImportResult(item.where, "unchanged", item.id)
         result = await read_and_import(item, self._target)
-        if result.outcome != "refused" and (now := self._target.last(item.id)) is not None:
-            self._imported[item.id] = item, stamp, now.sha256
+        if result.outcome != "refused":
+            for now in self._references.many([item.id]):
+                self._imported[item.id] = item, stamp, now.sha256
         return result
-
-
-class _SyncTarget(LibraryTarget):
-    """An ``ImportTarget`` that takes over no reference of somebody else."""
-
-    def __init__(
-        self, references: ReferenceLibrary, source: str, changed: Callable[[Reference], None]
-    ) -> None:
-        super().__init__(references, source)
-        self._source, self._changed = source, changed
-
-    def last(self, id: str) -> Reference | None:
-        """Return the reference of this id that a sync has added."""
-        found = self._references.many([id])
-        return found[0] if found and found[0].synced_from == self._source else None
-
-    async def there(self, id: str) -> KnownReference | None:
-        found = await super().there(id)
-        if found is not None and self.last(id) is None:
-            raise ReferenceExists("another reference has this id, which the sync has not added", param="id")
-        return found
-
-    def stored(self, reference: Reference) -> str:
-        self._changed(reference)
-        return super().stored(reference)

@@ -14,21 +14,19 @@ left alone.
     calibrations/<model, 16 digits>-<type of KV>.json    what reuse costs a model (``mpic.server.auto``)
     self-tests.json                                 self-tests that have passed (``mpic.model.proofs``)
     tmp/<24 digits>.tmp                             an upload that is being received
-    quarantine/<name>@<time>                        a damaged chunk
-    quarantine/orphans/<date>/...                   a file that the catalogue does not know, below its earlier path
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from sqlite3 import Row
 from stat import S_ISREG
-from typing import Any
+from typing import Any, Literal
 
 from mpic.errors import LinkedFolder
 from mpic.kv.chunk import KVKey, digest
@@ -42,18 +40,27 @@ SIDECAR = ".json"
 OWNER_SIDECAR = f"owner{SIDECAR}"
 
 _ID = r"[A-Za-z0-9]{24}"
+HASH, MODEL = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{12}")
 ORIGINAL = re.compile(rf"(?:file-|cache-){_ID}|ref_[A-Za-z0-9_.-]{{1,124}}@{_ID}")
-ORIGINAL_SIDECAR = re.compile(rf"(?:{ORIGINAL.pattern})\.json")
 CACHE_SIDECAR = re.compile(rf"group-{_ID}\.json")
-HASH = re.compile(r"[0-9a-f]{64}")
-MODEL = re.compile(r"[0-9a-f]{12}")
-CHUNK = re.compile(r"[0-9a-f]{64}\.safetensors")
-INCOMING = re.compile(r"[0-9a-f]{24}\.tmp")
-REWRITTEN = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")
-"""Temporary names of ``durable.write_durably``."""
 
-DAMAGED = re.compile(r"[0-9a-f]{64}\.safetensors@\d+(?:\.\d+)?")
-DATE = re.compile(r"\d{4}-\d\d-\d\d")
+_FILES, _KV = rf"files/{HASH.pattern}", rf"kv/{MODEL.pattern}/{HASH.pattern}"
+_SIDECAR, _CHUNK = rf"(?:{ORIGINAL.pattern})\.json", rf"{HASH.pattern}\.safetensors"
+_REWRITTEN = rf"\.(?:{_SIDECAR}|{CACHE_SIDECAR.pattern}|owner\.json|{_CHUNK})\.[0-9a-f]{{12}}\.tmp"
+FOLDER = re.compile(rf"files|{_FILES}|kv|kv/{MODEL.pattern}|{_KV}|tmp")
+KINDS = {
+    kind: re.compile(pattern)
+    for kind, pattern in {
+        "originals": rf"{_FILES}/(?:{ORIGINAL.pattern})",
+        "sidecars": f"{_FILES}/{_SIDECAR}",
+        "caches": f"{_FILES}/{CACHE_SIDECAR.pattern}",
+        "owners": rf"{_FILES}/owner\.json",
+        "chunks": f"{_KV}/{_CHUNK}",
+        # of uploads, and of ``durable.write_durably``
+        "leftovers": rf"tmp/[0-9a-f]{{24}}\.tmp|(?:{_FILES}|{_KV})/{_REWRITTEN}",
+    }.items()
+}
+"""The kinds of files that a library has, by their paths."""
 
 
 def owner_folder(owner: str) -> str:
@@ -75,8 +82,8 @@ def path_of_row(table: str, row: CatalogRow) -> str | None:
     """Return the path of the file that a row of ``files``, ``refs``, ``retired_refs`` or ``chunks`` describes,
     relative to the library's root; None if no library gives such an id.
 
-    It is made of the owner and the id. The path in the row is not followed, because a catalogue may come from anywhere
-    (a backup, a copy); only the random end of a reference's name is taken from it, which nothing else holds.
+    It is made of the owner and the id; only the random end of a reference's name is taken from the path in the row,
+    which nothing else holds.
     """
     if table == "chunks":
         model, owner, name = (str(row[column]) for column in ("model", "owner", "key"))
@@ -96,136 +103,82 @@ def sidecar_of(original: Path) -> Path:
 
 @dataclass
 class FoundFiles:
-    """The files in ``files`` and ``tmp``, by paths relative to the library's folder.
+    """The files of a library, by paths relative to its folder.
 
     Args:
         sidecars: sidecars of originals; ``caches`` and ``owners`` are the sidecars of caches and of users with quotas.
+        chunks: bytes of chunk files by path.
         leftovers: temporary files of this program that were never finished.
-        unknown: files that have no name of this program.
+        unknown: files and folders that have no name of this program.
     """
 
     originals: set[str] = field(default_factory=set)
     sidecars: set[str] = field(default_factory=set)
     caches: set[str] = field(default_factory=set)
     owners: set[str] = field(default_factory=set)
+    chunks: dict[str, int] = field(default_factory=dict)
     leftovers: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
 
-    def take(self, folder: str, name: str) -> None:
-        """Record a file of ``files`` under the kind that its name implies."""
-        path = f"{folder}/{name}"
-        if ORIGINAL.fullmatch(name):
-            self.originals.add(path)
-        elif ORIGINAL_SIDECAR.fullmatch(name):
-            self.sidecars.add(path)
-        elif CACHE_SIDECAR.fullmatch(name):
-            self.caches.add(path)
-        elif name == OWNER_SIDECAR:
-            self.owners.add(path)
-        elif _is_temporary(name):
-            self.leftovers.append(path)
-        else:
-            self.unknown.append(path)
 
-
-def scan(root: Path) -> FoundFiles:
-    """List everything in ``files`` and ``tmp``. No symbolic link is followed below these.
+def scan(root: Path, *tops: Literal["files", "kv", "tmp"]) -> FoundFiles:
+    """List everything in these folders of a library. No symbolic link is followed below them. Files that a server
+    removes meanwhile are left out.
 
     Raises:
-        LinkedFolder: a link has the name of a user's folder, or leads to a file and has the name of an original: what
-            is behind it would count as lost.
+        LinkedFolder: a link has the name of a user's folder or of a folder of chunks, or leads to a file and has the
+            name of an original: what is behind it would count as lost.
+        OSError: a folder cannot be read.
     """
     found = FoundFiles()
-    for folder in _entries(root / "files"):
-        parent = f"files/{folder.name}"
-        if HASH.fullmatch(folder.name):
-            _refuse_link(folder)
-        if not (folder.is_dir(follow_symlinks=False) and HASH.fullmatch(folder.name)):
-            found.unknown.append(parent)
-            continue
-        for entry in _entries(Path(folder.path)):
-            if ORIGINAL.fullmatch(entry.name) and os.path.isfile(entry.path):
-                _refuse_link(entry)
-            if entry.is_file(follow_symlinks=False):
-                found.take(parent, entry.name)
-            else:
-                found.unknown.append(f"{parent}/{entry.name}")
-    for entry in _entries(root / "tmp"):
-        ours = INCOMING.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
-        (found.leftovers if ours else found.unknown).append(f"tmp/{entry.name}")
-    return found
-
-
-@dataclass
-class FoundChunks:
-    """The files in ``kv``: sizes of chunk files by path relative to the library's folder; see ``FoundFiles``."""
-
-    sizes: dict[str, int] = field(default_factory=dict)
-    leftovers: list[str] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
-
-
-def scan_chunks(root: Path) -> FoundChunks:
-    """List everything in ``kv``. Files that a server removes meanwhile are left out.
-
-    Raises:
-        LinkedFolder: a link has the name of a folder of chunks, which would count as missing.
-    """
-    found = FoundChunks()
-    for folder, folders, names in os.walk(root / "kv"):
-        parent = os.path.relpath(folder, root)
-        parts = parent.split(os.sep)[1:]
-        fits = [pattern.fullmatch(part) for pattern, part in zip((MODEL, HASH), parts)]
-        if not all(fits) or len(parts) > 2:
-            found.unknown.append(parent)
-            folders.clear()
-            continue
-        for name in folders:
-            if len(parts) < 2 and (MODEL, HASH)[len(parts)].fullmatch(name):
-                _refuse_link(Path(folder, name))
-        for name in names:
-            path = f"{parent}/{name}"
-            if len(parts) == 2 and CHUNK.fullmatch(name):
+    for top in tops:
+        for folder, folders, names in os.walk(root / top, onerror=_unless_gone):
+            parent = os.path.relpath(folder, root)
+            if not FOLDER.fullmatch(parent):
+                found.unknown.append(parent)
+                folders.clear()
+                continue
+            for name in folders:
+                if FOLDER.fullmatch(f"{parent}/{name}"):
+                    _refuse_link(Path(folder, name))
+                elif os.path.islink(f"{folder}/{name}"):
+                    found.unknown.append(f"{parent}/{name}")
+            for name in names:
                 with suppress(FileNotFoundError):
-                    status = os.lstat(f"{folder}/{name}")
-                    if S_ISREG(status.st_mode):
-                        found.sizes[path] = status.st_size
-                    else:
-                        found.unknown.append(path)
-            elif len(parts) == 2 and _is_temporary(name):
-                found.leftovers.append(path)
-            else:
-                found.unknown.append(path)
+                    _take(found, root, f"{parent}/{name}")
     return found
+
+
+def _take(found: FoundFiles, root: Path, path: str) -> None:
+    """Record a file under the kind that its path implies. Raise FileNotFoundError: it has gone meanwhile."""
+    kind = next((kind for kind, pattern in KINDS.items() if pattern.fullmatch(path)), "unknown")
+    if kind == "originals" and os.path.isfile(root / path):
+        _refuse_link(root / path)
+    status = os.lstat(root / path)
+    if not S_ISREG(status.st_mode):
+        found.unknown.append(path)
+    elif kind == "chunks":
+        found.chunks[path] = status.st_size
+    elif kind in ("leftovers", "unknown"):
+        getattr(found, kind).append(path)
+    else:
+        getattr(found, kind).add(path)
 
 
 def holds_library_files(root: Path) -> bool:
     """Return whether a folder holds an original, a sidecar or a compiled chunk of a library."""
-    found = scan(root)
-    return bool(found.originals or found.sidecars or found.caches or scan_chunks(root).sizes)
+    found = scan(root, "files", "kv")
+    return bool(found.originals or found.sidecars or found.caches or found.chunks)
 
 
-def _is_temporary(name: str) -> bool:
-    """Return whether this is the temporary name of a sidecar or a chunk."""
-    if not REWRITTEN.fullmatch(name):
-        return False
-    final = name[1:].rsplit(".", 2)[0]
-    patterns = (ORIGINAL_SIDECAR, CACHE_SIDECAR, CHUNK)
-    return final == OWNER_SIDECAR or any(pattern.fullmatch(final) for pattern in patterns)
+def _unless_gone(error: OSError) -> None:
+    if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        raise error
 
 
-def _refuse_link(entry: os.DirEntry[str] | Path) -> None:
-    if entry.is_symlink():
+def _refuse_link(path: Path) -> None:
+    if path.is_symlink():
         raise LinkedFolder(
-            f"{os.fspath(entry)} is a symbolic link, which a library does not follow; nothing was changed. Put what it "
+            f"{path} is a symbolic link, which a library does not follow; nothing was changed. Put what it "
             "leads to in its place (another disk can be mounted there), then start again"
         )
-
-
-def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """Yield the entries of a folder; none when there is no such folder."""
-    try:
-        with os.scandir(folder) as entries:
-            yield from entries
-    except (FileNotFoundError, NotADirectoryError):
-        return

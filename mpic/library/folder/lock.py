@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from mpic.database import PATIENCE, translation
-from mpic.durable import FULL, TEMPORARY, FileSystem, read_small, storage_error, write_durably
+from mpic.durable import FileSystem, read_small, storage_error, write_durably
 from mpic.errors import (
     DatabaseDamaged,
     DatabaseFailed,
@@ -259,9 +259,6 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else -1
 
 
-PROBE = f"probe{TEMPORARY}"
-
-
 class FolderLock:
     """A library's folder, locked by this process until ``release``.
 
@@ -292,11 +289,8 @@ class FolderLock:
             self._mark(inspect(self.root, create) or Marker.new())
         return self
 
-    def acquire_damaged(self, change: bool = True) -> FolderLock:
+    def acquire_damaged(self) -> FolderLock:
         """Lock the folder of a library whose catalogue may be missing or damaged, to make a new catalogue.
-
-        Args:
-            change: False leaves nothing in the folder, not even a marker.
 
         Raises:
             LibraryInUse: another process has it.
@@ -306,10 +300,7 @@ class FolderLock:
             marker, catalogue = Marker.read(self.root), inspect_catalog(self.root / CATALOG)
             if marker is None and not (catalogue.state == "ours" or holds_library_files(self.root)):
                 raise no_library(self.root)
-            marker = marker or Marker(catalogue.id or Marker.new().id)
-            self.id = marker.id
-            if change:
-                self._mark(marker)
+            self._mark(marker or Marker(catalogue.id or Marker.new().id))
         return self
 
     def acquire_new(self, id: str) -> FolderLock:
@@ -353,34 +344,6 @@ class FolderLock:
                     f"the library's {what} was removed or replaced while the server runs: nothing is stored any more"
                 )
 
-    def probe(self) -> None:
-        """Write a small file durably, read it again and remove it, as uploads do.
-
-        Raises:
-            DatabaseFailed: the disk does not do it. A full one is no such failure: prompts are still answered.
-        """
-        disk, path, data = self._filesystem, self.root / PROBE, b"a probe of the disk"
-        try:
-            disk.remove(path)
-            fd = disk.create(path)
-            try:
-                disk.write(fd, memoryview(data))
-                disk.sync(fd)
-            finally:
-                disk.close(fd)
-            fd = disk.open(path)
-            try:
-                disk.read(fd, memoryview(bytearray(len(data))), 0)
-            finally:
-                disk.close(fd)
-        except OSError as error:
-            if error.errno not in FULL:
-                raise DatabaseFailed(
-                    f"the disk of the data folder fails ({error.strerror}): check the disk and how it is mounted"
-                ) from error
-        finally:
-            disk.try_remove(path)
-
     def gone(self) -> bool:
         """Return whether ``check`` raises."""
         try:
@@ -401,16 +364,7 @@ class FolderLock:
         except OSError as error:
             if isinstance(storage_error(error, self.root), StorageFull):
                 raise storage_error(error, self.root) from error
-            link = next(
-                (path for path in (self.root, *self.root.parents) if path.is_symlink() and not path.exists()),
-                None,
-            )
-            why = (
-                error.strerror
-                if link is None
-                else f"{link} is a link to {os.readlink(link)}; is its disk mounted?"
-            )
-            raise Unavailable(f"the folder {self.root} cannot be made ({why})") from error
+            raise Unavailable(f"the folder {self.root} cannot be made ({error.strerror})") from error
 
     @contextmanager
     def _taking(self) -> Iterator[None]:

@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 
-from mpic.durable import TEMPORARY, FileSystem, publish_all, read_all, storage_error, write_all
-from mpic.errors import CorruptFile, IntegrityError, StorageFailed, TooLarge
+from mpic.durable import FULL, TEMPORARY, FileSystem, publish_all, read_all, storage_error, write_all
+from mpic.errors import CorruptFile, DatabaseFailed, IntegrityError, StorageFailed, StorageFull, TooLarge
 from mpic.imaging.image_header import SMALL_BYTES
 from mpic.imaging.stored_file import PIECE, FileBytes, StoredFile, unreadable
 from mpic.library.folder.layout import original_path, sidecar_of
@@ -253,6 +253,25 @@ class Originals:
         """
         self._guard()
         return Incoming(self._filesystem, self.root / "tmp", limit)
+
+    def probe(self) -> None:
+        """Write a small upload durably, read it again and remove it.
+
+        Raises:
+            DatabaseFailed: the disk does not do it. A full one is no such failure: prompts are still answered.
+        """
+        try:
+            with suppress(StorageFull), self.incoming(PIECE) as upload:
+                upload.write(b"a probe of the disk")
+                upload.seal()
+                list(upload.pieces())
+        except (OSError, StorageFailed) as error:
+            cause = error if isinstance(error, OSError) else error.__cause__
+            if not isinstance(cause, OSError) or cause.errno not in FULL:
+                why = cause.strerror if isinstance(cause, OSError) else error
+                raise DatabaseFailed(
+                    f"the disk of the data folder fails ({why}): check the disk and how it is mounted"
+                ) from error
 
     def path(self, owner: str, file_id: str) -> Path:
         """Return the path of an original."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from stat import S_ISREG
 from typing import Annotated, Any, Literal
 
 from mpic import bounded_json
-from mpic.durable import FileSystem, write_durably
+from mpic.durable import FileSystem, read_small, write_durably
 from mpic.errors import CorruptFile, MPICError
 from mpic.kv.chunk import Kind
 from mpic.library.folder.layout import (
@@ -95,8 +94,8 @@ BOUNDS = bounded_json.Bounds(depth=16)
 
 Read = Callable[..., list[Row]]
 """Runs a query on the catalogue and returns its rows (``Catalog.read``)."""
-Undone = Callable[[Connection], None]
-"""The actions that follow a transaction that is undone (``Catalog.if_undone``)."""
+Undone = Callable[[], None]
+"""What follows a transaction that is undone (``Catalog.if_undone``)."""
 
 
 @dataclass(frozen=True)
@@ -158,11 +157,12 @@ class Sidecar:
         """
         if not S_ISREG(path.lstat().st_mode):
             raise CorruptFile(f"the sidecar {path.name} is not a file")
-        with path.open("rb") as stream:
-            data = stream.read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
-            raise CorruptFile(f"the sidecar {path.name} is larger than any that this program writes")
-        return cls.decode(data, path.name)
+        try:
+            return cls.decode(read_small(path, MOST_BYTES), path.name)
+        except ValueError as error:
+            raise CorruptFile(
+                f"the sidecar {path.name} is larger than any that this program writes"
+            ) from error
 
     def originals(self, path: str) -> dict[str, dict[str, Any]]:
         """Return the records of the originals that this sidecar describes, by their paths.
@@ -237,37 +237,31 @@ class Sidecars:
 
     def rewrite(self, db: Connection, kind: SidecarKind, id: str) -> None:
         """Rewrite the sidecar of a row, within the transaction that changes the row. A row that is gone is left
-        out. A chunk of a cache is described by the sidecar of its cache. If the transaction is undone, the sidecar is
-        written once more from the row as it is then."""
+        out. A chunk of a cache is described by the sidecar of its cache. If the transaction is undone, the sidecar says
+        again what it said before."""
         if kind == "file":
             chunk = db.execute("SELECT cache FROM cache_chunks WHERE id = ?", (id,)).fetchone()
             kind, id = ("cache", chunk["cache"]) if chunk is not None else (kind, id)
         row = db.execute(f"SELECT * FROM {TABLES[kind]} WHERE id = ?", (id,)).fetchone()
         if row is not None:
             path = self.path(kind, row)
-            self._if_undone(partial(self._put_back, kind=kind, id=id, path=path))
-            self.write(path, self._of(db, kind, row))
+            self._if_undone(partial(self._put_back, path, _content(path)))
+            chunks = db.execute(CHUNKS_OF_CACHE, (row["id"],)).fetchall() if kind == "cache" else ()
+            self.write(path, Sidecar.of(kind, row, chunks))
 
-    def _put_back(self, db: Connection, kind: SidecarKind, id: str, path: Path) -> None:
-        """Make a sidecar describe its row again after the transaction that has rewritten it was undone. One that
-        cannot be written is removed: the next start writes a missing sidecar, but does not look into a wrong one."""
+    def _put_back(self, path: Path, before: bytes | None) -> None:
+        """Give a sidecar back what it said before a transaction that was undone. One that cannot be written is removed:
+        the next start writes a missing sidecar, but does not look into a wrong one."""
         try:
-            sql = f"SELECT * FROM {TABLES[kind]} WHERE id = ? AND ({DESCRIBED[kind]})"
-            row = db.execute(sql, (id,)).fetchone()
-            if row is not None:
-                wanted = self._of(db, kind, row)
-                if not _holds(path, wanted):
-                    self.write(path, wanted)
+            if before is not None:
+                if _content(path) != before:
+                    write_durably(self._filesystem, path, [memoryview(before)])
                 return
-        except (MPICError, OSError, sqlite3.Error) as error:
+        except (MPICError, OSError) as error:
             log.error("the sidecar %s is removed, the next start writes it again: %s", path.name, error)
         with suppress(OSError):
             self._filesystem.remove(path)
             self._filesystem.sync_folder(path.parent)
-
-    def _of(self, db: Connection, kind: SidecarKind, row: Row) -> Sidecar:
-        chunks = db.execute(CHUNKS_OF_CACHE, (row["id"],)).fetchall() if kind == "cache" else ()
-        return Sidecar.of(kind, row, chunks)
 
     def described(self, read: Read) -> Iterator[tuple[SidecarKind, Row]]:
         """Yield every row that should have a sidecar."""
@@ -283,11 +277,12 @@ class Sidecars:
             yield self.path(kind, row), Sidecar.of(kind, row, chunks)
 
 
-def _holds(path: Path, sidecar: Sidecar) -> bool:
+def _content(path: Path) -> bytes | None:
+    """Return the bytes of a sidecar; None if there is none that can be read."""
     try:
-        return Sidecar.read(path) == sidecar
-    except (CorruptFile, OSError):
-        return False
+        return read_small(path, MOST_BYTES)
+    except (OSError, ValueError):
+        return None
 
 
 def _wrong_field(kind: str, record: Any) -> str:

@@ -130,17 +130,12 @@ class ChunkRows:
         db.execute("DELETE FROM deleted WHERE path = ?", (chunk.path,))
         insert_row(db, "chunks", values)
 
-    def mark(self, keys: Iterable[str], state: str) -> None:
-        """Mark ready chunks as gone, for the reason that ``state`` names."""
-        sql = "UPDATE chunks SET state = ? WHERE key = ? AND state = 'ready'"
+    def mark(self, keys: Iterable[str], state: str, was: str = "ready") -> None:
+        """Mark chunks of a state as gone, for the reason that ``state`` names, or as ready because their files are
+        back."""
         with self._catalog.write() as db:
-            db.executemany(sql, [(state, key) for key in keys])
-
-    def revive(self, keys: Iterable[str]) -> None:
-        """Mark missing chunks as ready, because their files are back."""
-        sql = "UPDATE chunks SET state = 'ready' WHERE key = ? AND state = 'missing'"
-        with self._catalog.write() as db:
-            db.executemany(sql, [(key,) for key in keys])
+            sql = "UPDATE chunks SET state = ? WHERE key = ? AND state = ?"
+            db.executemany(sql, [(state, key, was) for key in keys])
 
     def evict(
         self, owner: str, size: int, writing: Mapping[str, int], limits: Limits
@@ -232,14 +227,10 @@ class ChunkRows:
             db.execute(sql, (state, self._clock(), *values))
         return [ChunkRow(*row) for row in rows]
 
-    def forget_gone(self, before: float) -> list[str]:
-        """Delete the rows of chunks that are gone and were last used before this time; return the paths that their
-        files had, relative to the root."""
-        where = "state != 'ready' AND last_used < ?"
+    def forget_gone(self, before: float) -> None:
+        """Delete the rows of chunks that are gone and were last used before this time."""
         with self._catalog.write() as db:
-            paths = [row["path"] for row in db.execute(f"SELECT path FROM chunks WHERE {where}", (before,))]
-            db.execute(f"DELETE FROM chunks WHERE {where}", (before,))
-        return paths
+            db.execute("DELETE FROM chunks WHERE state != 'ready' AND last_used < ?", (before,))
 
     def check_usage(self) -> None:
         """Check that the recorded usage of each owner is the sum of its rows. One query reads both, so that no change
@@ -262,7 +253,7 @@ class ChunkRows:
             raise IntegrityError(f"the recorded usage and the rows disagree: {sorted(wrong)[:3]}")
 
     def touch(self, keys: Iterable[KVKey]) -> None:
-        """Note in memory that the chunks were used now."""
+        """Note in memory that the chunks were used now, also those that were found nearer to the device."""
         with self._lock:
             self._touched.update(dict.fromkeys((key.digest for key in keys), self._clock()))
 
@@ -274,7 +265,7 @@ class ChunkRows:
     def _write_touched(self, db: Connection) -> None:
         with self._lock:
             touched, self._touched = self._touched, {}
-        self._catalog.if_undone(lambda _: self._keep_touched(touched))
+        self._catalog.if_undone(lambda: self._keep_touched(touched))
         sql = "UPDATE chunks SET last_used = ? WHERE key = ?"
         db.executemany(sql, [(at, key) for key, at in touched.items()])
 

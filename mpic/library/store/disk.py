@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from sqlite3 import Connection
@@ -28,8 +28,7 @@ from mpic.kv.chunk import ChunkInputs, ChunkKey, ChunkKV, KVKey
 from mpic.kv.file import ChunkFile, encode
 from mpic.kv.parts import LayerRange, Piece, PieceReader
 from mpic.library.catalog.database import OWED, Catalog
-from mpic.library.folder.layout import chunk_path, scan_chunks
-from mpic.library.folder.quarantine import Orphans, Quarantine
+from mpic.library.folder.layout import chunk_path, scan
 from mpic.library.limits import Limits
 from mpic.library.store.chunk_rows import ChunkRow, ChunkRows, DurableChunk
 from mpic.library.store.tombstones import DeletedContents
@@ -93,8 +92,8 @@ class DiskChunk:
         self._store._filesystem.read_ahead(self._store.path(self._key))
 
     def refuse(self, error: CorruptFile) -> None:
-        """Move the file aside that was read; see ``StoredChunk``."""
-        self._store.set_aside(self._key, error, self._file)
+        """Remove the file that was read; see ``StoredChunk``."""
+        self._store.reject(self._key, error, self._file)
 
     def close(self) -> None:
         """Close the file; reading the chunk opens it again."""
@@ -139,7 +138,7 @@ class DiskStore:
     """Compiled chunks on the local disk. Thread-safe.
 
     Args:
-        root: the library's folder; files are in ``kv`` and ``quarantine`` below it.
+        root: the library's folder; files are in ``kv`` below it.
         clock: function that returns seconds since the epoch.
         guard: raises when the library's folder is not there any more.
     """
@@ -159,6 +158,8 @@ class DiskStore:
         self.lock = threading.RLock()  # taken before the catalogue's, never after
         self._guard = guard
         self._catalog, self._rows = catalog, ChunkRows(catalog, clock)
+        self.touch, self.flush, self.pinned = self._rows.touch, self._rows.flush, self._rows.pinned
+        self.forget_gone = self._rows.forget_gone
         self._limits = limits
         self._filesystem = filesystem or FileSystem()
         self._clock = clock
@@ -166,7 +167,6 @@ class DiskStore:
         self._unread: set[KVKey] = set()  # stored chunks that could not be read
         self._deleted = DeletedContents()
         self._reserved: Counter[str] = Counter()  # bytes of the chunks being saved, by owner
-        self._quarantine = Quarantine(root / "quarantine", limits.quarantine_files, self._filesystem, clock)
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._tally = threading.Lock()  # guards _counters; held for a moment only
 
@@ -180,12 +180,8 @@ class DiskStore:
         self._count(requested=len(keys), hits=len(found))
         return {key: DiskChunk(self, key, tokens) for key, tokens in found.items()}
 
-    def touch(self, keys: Iterable[KVKey]) -> None:
-        """Note, in memory, that chunks were used which are also nearer to the device: the disk evicts them last."""
-        self._rows.touch(keys)
-
     def open(self, key: KVKey) -> DiskChunk | None:
-        """Return the stored chunk with its inputs verified, or None. A bad file is put aside and counted."""
+        """Return the stored chunk with its inputs verified, or None. A bad file is removed and counted."""
         self._count(requested=1)
         self._deleted.look_up([key])
         found = self._rows.present([key])
@@ -205,14 +201,14 @@ class DiskStore:
 
         Raises:
             NotFound: it is gone; its row is marked, unless the whole library is gone.
-            CorruptFile: it is damaged, or another one; it has been put aside and counted.
+            CorruptFile: it is damaged, or another one; it has been removed and counted.
             OSError: it cannot be read now (too many open files, no permission, a disk that does not answer), but may be
                 intact; this is counted.
             OutOfMemory: there is no memory for its inputs now; this is counted too.
         """
         path = self.path(key)
         try:
-            file = ChunkFile(path, key, self._filesystem, inputs, partial(self.set_aside, key))
+            file = ChunkFile(path, key, self._filesystem, inputs, partial(self.reject, key))
         except FileNotFoundError:
             self._gone(key, path)
             raise NotFound(f"chunk {key.chunk} is not stored") from None
@@ -221,7 +217,7 @@ class DiskStore:
             raise
         if file.tokens != tokens:
             error = CorruptFile(f"{path.name} has {file.tokens} tokens, its row says {tokens}")
-            self.set_aside(key, error, file)
+            self.reject(key, error, file)
             file.close()
             raise error
         return file
@@ -232,10 +228,6 @@ class DiskStore:
         reason = self._missing_reason(key)
         self._count(**{f"missed_{reason}": 1})
         return reason
-
-    def pinned(self, owner: str, chunk: ChunkKey) -> bool:
-        """Return whether a pinned file or reference of this owner holds this content."""
-        return self._rows.pinned(owner, chunk)
 
     # Writing
 
@@ -312,9 +304,8 @@ class DiskStore:
             db.executemany("DELETE FROM deleted WHERE path = ?", [(OWED + content,) for content in contents])
 
     def erase(self, rows: Iterable[ChunkRow]) -> None:
-        """Remove the files of these rows durably, also from the quarantine. Call it under the store's lock."""
+        """Remove the files of these rows durably. Call it under the store's lock."""
         rows = list(rows)
-        self._quarantine.purge({Path(row.path).name for row in rows})
         for row in rows:
             self._filesystem.try_remove(self.root / row.path)
         for folder in {(self.root / row.path).parent for row in rows}:
@@ -332,55 +323,72 @@ class DiskStore:
         self._count(expired=len(gone))
         return list(dict.fromkeys((one.owner, one.content) for one in gone if one.last))
 
-    def flush(self) -> None:
-        """Write down when chunks were last used, which is kept in memory between writes."""
-        self._rows.flush()
-
     def path(self, key: KVKey) -> Path:
         """Return the path of a chunk's file, whether or not it exists."""
         return self.root / chunk_path(key)
 
     # Housekeeping
 
-    def reconcile(self, orphans: Orphans) -> Counter[str]:
+    def reconcile(self) -> Counter[str]:
         """Make files and rows agree, at start-up. A file that the catalogue knows to be gone (evicted, expired,
-        deleted) was left by a crash and is removed; one that it does not know goes to the orphans.
+        deleted) was left by a crash and is removed; one that it does not know gets a row, if its header is intact.
 
         Returns:
-            How many of each: ``missing_chunks`` have no file any more (a file of the wrong size is put into
-            quarantine), ``found_chunks`` have theirs again, ``leftovers`` were removed, ``orphans`` were put aside,
-            ``unknown`` have no name of this program and were left alone.
+            How many of each: ``missing_chunks`` have no file any more (one of the wrong size is removed),
+            ``found_chunks`` have a row again, ``leftovers`` were removed; left alone were ``unlisted_files``, whose
+            header cannot be used, and ``unknown``, which have no name of this program.
         """
-        found = scan_chunks(self.root)
+        found = scan(self.root, "kv")
         for path in found.leftovers:  # before anything is written: they may be what fills the disk
             self._filesystem.try_remove(self.root / path)
         lost, revived, gone = [], [], []
         for row, state in self._rows.every():
-            size = found.sizes.pop(row.path, None)
+            size = found.chunks.pop(row.path, None)
             if state == "ready" and size != row.bytes:
                 lost.append(row.key)
                 if size is not None:
-                    self._quarantine.take(self.root / row.path)
+                    gone.append(row.path)
             elif state == "missing" and size == row.bytes:
                 revived.append(row.key)
             elif state != "ready" and size is not None:
                 gone.append(row.path)
         self._rows.mark(lost, "missing")
-        self._rows.revive(revived)
-        deleted = self._catalog.tombstones(found.sizes)
-        aside = [path for path in found.sizes if path not in deleted]
-        orphans.take(aside)
+        self._rows.mark(revived, "ready", was="missing")
+        deleted = self._catalog.tombstones(found.chunks)
+        unlisted = [path for path in found.chunks if path not in deleted]
+        adopted = self.adopt(unlisted, lambda path, why: log.warning("%s %s", path, why))
         for path in (*gone, *deleted):
             self._filesystem.try_remove(self.root / path)
         self._count(missing=len(lost))
         removed = len(found.leftovers) + len(gone) + len(deleted)
-        done = Counter(missing_chunks=len(lost), found_chunks=len(revived), leftovers=removed)
-        return done + Counter(orphans=len(aside), unknown=len(found.unknown))
+        done = Counter(missing_chunks=len(lost), found_chunks=len(revived) + adopted, leftovers=removed)
+        return done + Counter(unlisted_files=len(unlisted) - adopted, unknown=len(found.unknown))
 
-    def forget_gone(self, before: float) -> None:
-        """Forget the chunks that are gone and were last used before this time, with what was put aside of them."""
-        with self.lock:
-            self._quarantine.purge({Path(path).name for path in self._rows.forget_gone(before)})
+    def adopt(self, paths: Iterable[str], report: Callable[[str, str], None]) -> int:
+        """Make rows of chunk files whose headers are intact, and return how many. Their layers are verified when they
+        are read, as those of every chunk.
+
+        Args:
+            paths: relative to the library's root.
+            report: called with the others, and what is wrong with them.
+        """
+        found = []
+        for path in sorted(paths):
+            try:
+                with closing(ChunkFile(self.root / path, files=self._filesystem)) as file:
+                    if str(chunk_path(file.key)) == path:
+                        found.append(DurableChunk(file.key, path, file.bytes, file.tokens))
+                    else:
+                        report(
+                            path, "holds another chunk than its name says; it is compiled again on next use"
+                        )
+            except CorruptFile:
+                report(path, "is damaged; it is compiled again on next use")
+            except (OSError, OutOfMemory) as error:
+                report(path, f"cannot be read ({error}); it is compiled again on next use")
+        if found:
+            self._rows.put_all(found)
+        return len(found)
 
     def stats(self) -> dict[str, int]:
         """Return counters since the start (``hits`` of ``requested``, bytes, evictions) and the number and bytes of
@@ -450,7 +458,7 @@ class DiskStore:
     def failed(self, key: KVKey, file: ChunkFile, error: CorruptFile | OSError) -> None:
         """Handle an error of reading the layers of an open file."""
         if isinstance(error, CorruptFile):
-            self.set_aside(key, error, file)
+            self.reject(key, error, file)
         else:
             self._unreadable(key, error)
 
@@ -463,24 +471,24 @@ class DiskStore:
             with self.lock:
                 self._unread.add(key)
 
-    def set_aside(self, key: KVKey, error: CorruptFile, file: ChunkFile | None = None) -> None:
-        """Move a bad file to the quarantine and mark its chunk as corrupt.
+    def reject(self, key: KVKey, error: CorruptFile, file: ChunkFile | None = None) -> None:
+        """Remove a bad file and mark its chunk as corrupt.
 
         Args:
-            file: the file that was read, still open; nothing is moved if its path names another one now. None: the
+            file: the file that was read, still open; nothing is removed if its path names another one now. None: the
                 file at the path.
         """
         self._count(corrupt=1)
         with self.lock:
             if key in self._saving or (file is not None and not file.named()):  # it was or is being replaced
                 return
-            log.warning("%s; it is moved to quarantine/ and will be compiled again", error)
+            log.warning("%s; it is removed and will be compiled again", error)
             try:
                 self._rows.mark([key.digest], "corrupt")
             except MPICError as refusal:  # such as a full disk; the next reader tries again
                 log.warning("its row cannot be changed: %s", refusal)
             else:
-                self._quarantine.take(self.path(key))
+                self._filesystem.try_remove(self.path(key))
 
     def _count(self, **by: int) -> None:
         with self._tally:

@@ -1,8 +1,8 @@
 """Objects of a shared store (S3, GCS, Azure, a mounted folder), read and written by obstore within time limits.
 
 The store is at the other end of a network: it may be slow, gone, or hold anything. A call that fails or outlasts its
-limit opens a *breaker*: nothing waits for the store any more until a probe in the background has succeeded. Reads and
-writes have a breaker each, so that a store that can be read and not written is still read.
+limit opens a *breaker*: nothing waits for the store any more until a pause has passed; then whoever comes first tries
+it. Reads and writes have a breaker each, so that a store that can be read and not written is still read.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def connect(url: str, seconds: float, retries: int = RETRIES) -> Any:
 
 
 class Breaker:
-    """Remembers that a store has failed, and when it is to be tried again: after a pause that doubles until something
-    has succeeded. Thread-safe.
+    """Remembers that a store has failed: nothing uses it until a pause has passed, which doubles until something has
+    succeeded. Thread-safe.
 
     Args:
         what: what cannot be done while it is open, for the log.
@@ -94,36 +94,27 @@ class Breaker:
         self._what, self._clock, self._lock = what, clock, threading.Lock()
         self._pause, self._due = PAUSE, 0.0
         self.error: str | None = None
-        """The last failure while the breaker is open; None while the store is in use."""
-        self.changed: Callable[[], None] = lambda: None
-        """Called when it has opened or closed: whoever is to go on may be asleep."""
+        """The last failure, until something succeeds."""
 
     @property
     def open(self) -> bool:
-        return self.error is not None
+        return self.pause() > 0
 
     def failed(self, error: BaseException) -> None:
         with self._lock:
             if self.error is None:
                 log.warning("the remote store is not %s for now: %s", self._what, _line(error))
-            elif self._clock() < self._due:
+            elif self.open:
                 return  # calls that were under way together fail together
             self.error = _line(error)
             self._due = self._clock() + self._pause
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
-        self.changed()
-
-    def close(self) -> None:
-        """Let the store be used again; the next pause is longer still if it fails at once."""
-        with self._lock:
-            was_open, self.error = self.open, None
-        if was_open:
-            log.warning("the remote store is %s again", self._what)
-            self.changed()
 
     def succeeded(self) -> None:
-        self.close()
-        self._pause = PAUSE
+        with self._lock:
+            if self.error is not None:
+                log.warning("the remote store is %s again", self._what)
+            self.error, self._pause, self._due = None, PAUSE, 0.0
 
     def pause(self) -> float:
         """Return the seconds until the store is to be tried again, at least 0."""
@@ -255,6 +246,8 @@ class Objects:
         self.rate.answered(seconds)
         if seconds <= LOOK_UP * self.seconds:
             self.reads.succeeded()
+        elif self.reads.error is not None:
+            self.reads.failed(TimeoutError("it answers too slowly"))
         return head
 
     def _read_head(self, name: str) -> Head:
@@ -360,16 +353,6 @@ class Objects:
         pages = iter(self._use(self.writes, self._client.list, prefix))
         while (page := self._use(self.writes, next, pages, None)) is not None:
             yield from page
-
-    def probe(self) -> None:
-        """Ask the store for something, and have it read again if it answers within the limit of a look-up."""
-        began = self.clock()
-        with suppress(FileNotFoundError):
-            self._use(self.reads, self._client.head, "probe")
-        if self.clock() - began <= LOOK_UP * self.seconds:
-            self.reads.close()
-        else:
-            self.reads.failed(TimeoutError("it answers too slowly"))
 
     def close(self) -> None:
         for pool in (self._pool, self._look_ups):

@@ -114,20 +114,17 @@ class RemoteTier:
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._changed = threading.Condition()
         self._working = self._stopping = False
-        self._threads: list[threading.Thread] = []
+        self._thread = threading.Thread(target=self._work, name="mpic-remote", daemon=True)
 
     def begin(self, disk: DiskStore, library: str) -> None:
-        """Start the thread that writes, with the deletions that an earlier process has left, and the one that probes.
+        """Start the thread that writes, with the deletions that an earlier process has left.
 
         Args:
             library: id of the library, by which it knows its own tombstones.
         """
         self._disk, self._library = disk, library
         self._deletions.update(dict.fromkeys(disk.owed()))
-        self.objects.reads.changed = self._wake
-        for name, run in (("mpic-remote", self._work), ("mpic-remote-probe", self._probe)):
-            self._threads.append(threading.Thread(target=run, name=name, daemon=True))
-            self._threads[-1].start()
+        self._thread.start()
 
     # Reading
 
@@ -233,13 +230,13 @@ class RemoteTier:
         return content_of(owner, chunk)
 
     def close(self) -> None:
-        """End the threads after what they do now. What it has not uploaded is uploaded when it is next used; deletions
+        """End the thread after what it does now. What it has not uploaded is uploaded when it is next used; deletions
         are in the catalogue."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        for thread in self._threads:
-            thread.join(self.objects.seconds)
+        if self._thread.is_alive():
+            self._thread.join(self.objects.seconds)
         self.objects.close()
 
     def stats(self) -> dict[str, int]:
@@ -252,8 +249,8 @@ class RemoteTier:
                 "bytes": sum(self._known.values()),
                 "uploads_waiting": len(self._uploads),
                 "deletions_waiting": len(self._deletions),
-                "up": int(not self.objects.reads.open),
-                "writable": int(not self.objects.writes.open),
+                "up": int(self.objects.reads.error is None),
+                "writable": int(self.objects.writes.error is None),
             }
             if rate.latency is not None:
                 measured["latency_us"] = round(1e6 * rate.latency)
@@ -280,25 +277,7 @@ class RemoteTier:
             while len(self._known) > KNOWN:
                 self._known.popitem(last=False)
 
-    # The threads
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
-    def _probe(self) -> None:
-        """Try a store that is not read until it is read again."""
-        reads = self.objects.reads
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._stopping or reads.open)
-                if self._stopping:
-                    return
-                if pause := reads.pause():
-                    self._changed.wait(pause)
-                    continue
-            with suppress(StoreUnavailable):  # logged by the breaker
-                self.objects.probe()
+    # The thread
 
     def _work(self) -> None:
         while (work := self._next()) is not None:
@@ -317,14 +296,10 @@ class RemoteTier:
                     self._changed.notify_all()
 
     def _next(self) -> Callable[[], None] | None:
-        """Wait for something to do, deletions first; None: stop. Nothing is done while the store is not read."""
-        reads, writes = self.objects.reads, self.objects.writes
+        """Wait for something to do, deletions first; None: stop."""
         with self._changed:
             while not self._stopping:
-                if reads.open:
-                    self._changed.wait()
-                    continue
-                if writes.open and (pause := writes.pause()):
+                if pause := self.objects.writes.pause():
                     self._changed.wait(pause)
                     continue
                 for queue, do in (

@@ -1,9 +1,8 @@
-"""A report on a remote store: bytes by user, and the objects that do not match their names or checksums."""
+"""A report on a remote store: the objects that do not match their names or checksums."""
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -25,7 +24,6 @@ class StoredObject(NamedTuple):
     name: str
     owner: str
     content: str
-    size: int
     damaged: bool
 
 
@@ -43,16 +41,7 @@ def stored(objects: Objects) -> Iterator[StoredObject]:
     for found in objects.list(f"{CHUNKS}/"):
         if match := CHUNK.fullmatch(found["path"]):
             owner, content, suffix = match.groups()
-            yield StoredObject(match[0], owner, f"{owner}/{content}", found["size"], suffix == DAMAGED)
-
-
-def usage(objects: Objects) -> dict[str, tuple[int, int]]:
-    """Return the number and the bytes of each owner's objects, by the hash of the owner. Raise StoreUnavailable."""
-    totals: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
-    for one in stored(objects):
-        count, size = totals[one.owner]
-        totals[one.owner] = count + 1, size + one.size
-    return dict(totals)
+            yield StoredObject(match[0], owner, f"{owner}/{content}", suffix == DAMAGED)
 
 
 def check(objects: Objects, contents: bool = True) -> Iterator[Fault]:

@@ -7,12 +7,14 @@ are evicted, least recently used first, when a user who stays within its own sha
 chunks of its own only where others have nothing to return.
 
 A chunk may lie partly within its owner's share. It goes after those that are wholly lent, and only if it is not pinned:
-the users below their shares would find no room otherwise. An owner that is not beyond its share never loses one.
+the users below their shares would find no room otherwise. An owner that is not beyond its share never loses one. Of
+each owner, pinned chunks go last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from mpic.errors import StorageFull, StorageQuotaExceeded
@@ -76,103 +78,82 @@ def make_room(
         StorageQuotaExceeded: the user's quota is smaller than ``size``, or all its chunks are pinned.
         StorageFull: the budget is smaller than ``size``, or nothing may be evicted for this user.
     """
-    return _Eviction(bounds, used, saver, size, candidates).make()
+    used = {saver: 0, **used}
+    used[saver] += size
+    turns = {owner: _EvictionOrder(candidates(owner)) for owner in used}
+    over = lambda owner: used[owner] - bounds.share(owner, used)
+    gone: list[tuple[H, Why]] = []
+
+    def take(owner: str, why: Why) -> None:
+        chunk = turns[owner].take()
+        used[owner] -= chunk.bytes
+        gone.append((chunk, why))
+
+    quota = bounds.quota if saver != SHARED else 0
+    while quota and used[saver] > quota:
+        if not turns[saver].unpinned():
+            raise StorageQuotaExceeded(
+                f"a chunk of {size} bytes does not fit your quota of {quota} bytes of compiled chunks",
+                quota=quota,
+            )
+        take(saver, "quota")
+    while sum(used.values()) > bounds.budget:
+        lenders = [] if over(saver) > 0 else [name for name in used if name != saver and over(name) > 0]
+        lent = [(name, first) for name in lenders if (first := turns[name].first()) is not None]
+        able = [(name, first) for name, first in lent if not first.pinned or first.bytes <= over(name)]
+        if able:
+            take(min((c.pinned, c.bytes > over(name), c.last_used, name) for name, c in able)[-1], "share")
+        elif turns[saver].unpinned():
+            take(saver, "budget")
+        else:
+            share = int(bounds.share(saver, used))
+            why = (
+                "what others hold beyond their shares is pinned or being written"
+                if over(saver) <= 0
+                else f"its owner would exceed a share of {share} bytes, and all its other chunks are pinned or being "
+                "written"
+            )
+            raise StorageFull(
+                f"a chunk of {size} bytes does not fit the tier's {bounds.budget}: {why}",
+                budget=bounds.budget,
+            )
+    free = bounds.budget - sum(used.values())
+    # the saver keeps those of its chunks that still fit, because a larger one was chosen after them
+    for chunk, why in gone[::-1]:
+        if why == "budget" and chunk.bytes <= free:
+            free -= chunk.bytes
+            gone.remove((chunk, why))
+    return gone
 
 
-class _Eviction(Generic[H]):
-    def __init__(
-        self, bounds: TierBounds, used: Mapping[str, int], saver: str, size: int, candidates: Candidates[H]
-    ) -> None:
-        self.bounds, self.saver, self.size, self.candidates = bounds, saver, size, candidates
-        self.used = dict(used)
-        self.used[saver] = self.used.get(saver, 0) + size
-        self.gone: list[tuple[H, Why]] = []
-        self._remaining: dict[str, Iterator[H]] = {}
-        self._known: dict[str, list[H]] = {}  # chunks read so far, by owner, least recently used first
+class _EvictionOrder(Generic[H]):
+    """An owner's chunks in the order in which they are evicted: least recently used first, pinned ones last. No more of
+    them are read than it takes to tell the first."""
 
-    def make(self) -> list[tuple[H, Why]]:
-        quota = self.bounds.quota if self.saver != SHARED else 0
-        while quota and self.used[self.saver] > quota:
-            if not self._take(self.saver, "quota"):
-                raise StorageQuotaExceeded(
-                    f"a chunk of {self.size} bytes does not fit your quota of {quota} bytes of compiled chunks",
-                    quota=quota,
-                )
-        while sum(self.used.values()) > self.bounds.budget:
-            if not (self._from_others() or self._partly_lent() or self._take(self.saver, "budget")):
-                raise StorageFull(
-                    f"a chunk of {self.size} bytes does not fit the tier's {self.bounds.budget}: {self._why_not()}",
-                    budget=self.bounds.budget,
-                )
-        self._keep_what_fits()
-        return self.gone
+    def __init__(self, candidates: Iterable[H]) -> None:
+        self._left = self._in_turn(candidates)
+        self._first: list[H] = []
 
-    def _keep_what_fits(self) -> None:
-        """Keep those of the saver's own chunks that still fit, because a larger one was chosen after them; the most
-        recently used first."""
-        free, gone = self.bounds.budget - sum(self.used.values()), []
-        for victim, why in reversed(self.gone):
-            if why == "budget" and victim.bytes <= free:
-                free -= victim.bytes
+    @staticmethod
+    def _in_turn(candidates: Iterable[H]) -> Iterator[H]:
+        pinned = []
+        for chunk in candidates:
+            if chunk.pinned:
+                pinned.append(chunk)
             else:
-                gone.append((victim, why))
-        self.gone = gone[::-1]
+                yield chunk
+        yield from pinned
 
-    def _why_not(self) -> str:
-        """Return the reason why nothing may be evicted."""
-        if self._over(self.saver) <= 0:
-            return "what others hold beyond their shares is pinned or being written"
-        share = int(self.bounds.share(self.saver, self.used))
-        return f"its owner would exceed a share of {share} bytes, and all its other chunks are pinned or being written"
+    def first(self) -> H | None:
+        if not self._first:
+            self._first.extend(islice(self._left, 1))
+        return self._first[0] if self._first else None
 
-    def _over(self, owner: str) -> float:
-        return self.used[owner] - self.bounds.share(owner, self.used)
+    def unpinned(self) -> bool:
+        """Return whether the next one is there, and not pinned."""
+        first = self.first()
+        return first is not None and not first.pinned
 
-    def _from_others(self) -> bool:
-        """Evict a chunk of another owner that exceeds that owner's share, if the saver is within its own."""
-        others = sorted(self._lenders(), key=self._over, reverse=True)
-        return any(
-            self._take(owner, "share", self._over(owner), pinned)
-            for owner in others
-            for pinned in (False, True)
-        )
-
-    def _partly_lent(self) -> bool:
-        """Evict the least recently used chunk of those owners, which takes its owner below its share."""
-        firsts = {owner: self._first(owner, None, pinned=False) for owner in self._lenders()}
-        found = {owner: chunk for owner, chunk in firsts.items() if chunk is not None}
-        if not found:
-            return False
-        return self._take(min(found, key=lambda owner: found[owner].last_used), "share")
-
-    def _lenders(self) -> list[str]:
-        """Return the other owners that exceed their shares; none if the saver exceeds its own."""
-        if self._over(self.saver) > 0:
-            return []
-        return [owner for owner in self.used if owner != self.saver and self._over(owner) > 0]
-
-    def _take(self, owner: str, why: Why, at_most: float | None = None, pinned: bool = False) -> bool:
-        """Evict one chunk of this owner that has at most this many bytes; return False if there is none."""
-        chunk = self._first(owner, at_most, pinned)
-        if chunk is None:
-            return False
-        self._known[owner].remove(chunk)
-        self.used[owner] -= chunk.bytes
-        self.gone.append((chunk, why))
-        return True
-
-    def _first(self, owner: str, at_most: float | None, pinned: bool) -> H | None:
-        """Return this owner's least recently used chunk of at most this many bytes, or None."""
-        known = self._known.setdefault(owner, [])
-        remaining = self._remaining.setdefault(owner, iter(self.candidates(owner)))
-        for chunk in known:
-            if self._fits(chunk, at_most, pinned):
-                return chunk
-        for chunk in remaining:
-            known.append(chunk)
-            if self._fits(chunk, at_most, pinned):
-                return chunk
-        return None
-
-    def _fits(self, chunk: H, at_most: float | None, pinned: bool) -> bool:
-        return chunk.pinned == pinned and (at_most is None or chunk.bytes <= at_most)
+    def take(self) -> H:
+        """Take the next one, which ``first`` has returned."""
+        return self._first.pop()

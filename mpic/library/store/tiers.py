@@ -121,7 +121,7 @@ class TieredStore:
         # only the disk, the tier of record, does these
         self.touch = disk.touch
         self.missing_reason, self.stats = disk.missing_reason, disk.stats
-        self.erase, self.set_aside, self.flush = disk.erase, disk.set_aside, disk.flush
+        self.erase, self.reject, self.flush = disk.erase, disk.reject, disk.flush
         self.path, self.reconcile, self.forget_gone = disk.path, disk.reconcile, disk.forget_gone
 
     def begin(self, library: str) -> None:
