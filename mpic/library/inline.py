@@ -87,7 +87,7 @@ class InlineChunks(LibraryPart):
         It is checked like an upload and owned by the user, but no file. The same bytes once more are not read again.
 
         Raises:
-            As ``inline_image``, ``inline_clip``, ``inline_text`` and ``read_document``.
+            As ``inline_image``, ``inline_clip``, ``inline_text``, ``encoding_of`` and ``read_document``.
         """
         self._admit(data)
         kind = sniff(data[:HEAD], self.no_clips)

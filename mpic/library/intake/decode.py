@@ -6,7 +6,8 @@ Uploads and inline images (data URLs) pass through the same functions.
 from __future__ import annotations
 
 import codecs
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
 from PIL import Image
 
@@ -21,6 +22,9 @@ from mpic.imaging.stored_file import FileBytes
 from mpic.kv.chunk import ChunkKey, Kind
 from mpic.library.limits import Limits
 
+if TYPE_CHECKING:
+    from charset_normalizer import CharsetMatch
+
 DEFAULT = Limits()
 HEAD = 32
 """Bytes that tell what an upload claims to be."""
@@ -32,6 +36,32 @@ MARKS = {
     codecs.BOM_UTF16_LE: "utf_16",
     codecs.BOM_UTF16_BE: "utf_16",
 }
+ENCODINGS = [
+    *("utf_16_le", "utf_16_be", "cp1250", "cp1251", "cp1252", "cp1253", "cp1254", "cp1255", "cp1256"),
+    *("koi8_r", "cp932", "euc_jp", "gb18030", "big5", "cp949"),
+]
+"""Encodings that are looked for in a text without a byte order mark. Rare ones would explain the bytes of others."""
+ALPHABETS = {
+    "cp1250": ("áčďéěíňóřšťúůýž", "áäčďéíĺľňóôŕšťúýž", "ąćęłńóśźż", "áéíóöőúüű", "ăâîşţ", "čćđšž"),
+    "cp1252": (
+        "äöüßé",
+        "àâæçéèêëîïôœùûüÿ",
+        "áéíóúüñºª",
+        "áâãàçéêíóôõúºª",
+        "àèéìòù",
+        "åäöé",
+        "æøåé",
+        "éèëïöü",
+        "áðéíóúýþæö",
+    ),
+    "cp1254": ("çğıöşüâî",),
+}
+"""Letters beyond ASCII of the languages that are written in encodings which differ in a few letters. The words of a
+text look equally likely in all of them."""
+SAMPLE = 64 << 10
+"""Bytes of a text by which its encoding is told."""
+COHERENT = 0.1
+"""Least share of what a language's words are made of that a text in an encoding must have."""
 
 FOREIGN = {
     b"{\\rtf": "RTF",
@@ -157,7 +187,7 @@ def content_of(data: FileBytes, limits: Limits = DEFAULT, no_clips: str | None =
         no_clips: why clips are not taken, as the end of a sentence; None: they are, and an animated image is one.
 
     Raises:
-        As ``image_key``, ``clip_key``, ``read_document`` and ``decode_text``.
+        As ``image_key``, ``clip_key``, ``read_document``, ``encoding_of`` and ``decode_text``.
     """
     kind = sniff(data[:HEAD], no_clips)
     if kind == "image" and no_clips is None and is_animated(data):
@@ -232,8 +262,58 @@ def read_pages(data: FileBytes, limits: Limits, format: str = "") -> list[str]:
 
 
 def encoding_of(data: bytes) -> str:
-    """Return Python's name of the encoding that a byte order mark tells; empty: it is UTF-8."""
-    return next((name for mark, name in MARKS.items() if data.startswith(mark)), "")
+    """Return Python's name of the encoding of a text; empty if it is UTF-8. UTF-16 and UTF-32 are known by their byte
+    order mark, others by ``charset-normalizer``, which looks for the letters of a language in each reading of a text.
+
+    Raises:
+        InvalidText: it is none, or several encodings explain it equally well.
+    """
+    mark = next((name for mark, name in MARKS.items() if data.startswith(mark)), None)
+    if mark is not None:
+        return mark
+    at = _not_utf8(data)
+    if at is None:
+        return ""
+    sample = data[:SAMPLE]
+    if len(data) > SAMPLE and b"\0" not in sample:  # no character is cut at the end of a line
+        sample = sample[: sample.rfind(b"\n") + 1] or sample
+    found = [(match, name) for match in _matches(sample) if (name := _fitting(match))]
+    best = max((match.coherence for match, _ in found), default=0)
+    likely = [name for match, name in found if match.coherence == best]
+    if len(likely) != 1:
+        raise InvalidText(
+            f"neither a known format nor text in UTF-8 (byte {at} is not), and no other encoding of text can be told "
+            "with certainty: save it as UTF-8, or as UTF-16 with a byte order mark",
+            param="file",
+        )
+    return likely[0]
+
+
+def _not_utf8(data: bytes) -> int | None:
+    """Return the first byte that is not part of a text in UTF-8."""
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return error.start
+    at = data.find(b"\0")
+    return None if at < 0 else at
+
+
+def _fitting(match: CharsetMatch) -> str | None:
+    """Return the encoding of a reading of a text, if it looks like words, in letters of one language."""
+    if match.coherence < COHERENT:
+        return None
+    letters = {c for c in str(match).lower() if c.isalpha() and not c.isascii()}
+    for name in match.could_be_from_charset:
+        if name not in ALPHABETS or any(letters.issubset(alphabet) for alphabet in ALPHABETS[name]):
+            return name
+    return None
+
+
+def _matches(sample: bytes) -> Iterable[CharsetMatch]:
+    from charset_normalizer import from_bytes  # imported here, because most texts are in UTF-8
+
+    return from_bytes(sample, cp_isolation=ENCODINGS, enable_fallback=False)
 
 
 def decode_text(data: bytes, limits: Limits = DEFAULT, encoding: str = "") -> str:
@@ -251,8 +331,7 @@ def decode_text(data: bytes, limits: Limits = DEFAULT, encoding: str = "") -> st
         text = data.decode(encoding or "utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise InvalidText(
-            f"neither a known format nor text in {encoding or 'UTF-8'} (byte {error.start} is not): save it as UTF-8, "
-            "or as UTF-16 with a byte order mark",
+            f"neither a known format nor text in {encoding or 'UTF-8'} (byte {error.start} is not)",
             param="file",
         ) from error
     if encoding:
