@@ -36,7 +36,6 @@ from mpic.link import BARE
 from mpic.model import load, vision
 from mpic.model.clip_sampling import bytes_needed, sampler, sampling_digest
 from mpic.model.loaded import LoadedModel
-from mpic.model.proofs import Proofs
 from mpic.model.video_selftest import video_self_test
 from mpic.prompt import ChatTemplate
 from mpic.prompt.inline import InlineResolver
@@ -204,7 +203,7 @@ def test_a_model_whose_clips_fail_the_self_test_takes_none_and_says_why(monkeypa
     monkeypatch.setattr(load, "video_self_test", Mock(side_effect=ModelRefused("qwen2_vl: logits differ")))
     loaded = LoadedModel(*make_video_model("qwen2_vl"), "tiny")
     assert loaded.info.modalities == ("text", "image", "video") and loaded.info.no_clips is None
-    load._clips_tested(loaded, Proofs())
+    load._clips_tested(loaded)
     assert loaded.info.modalities == ("text", "image")
     with pytest.raises(
         UnsupportedModality, match=r"takes no videos \(qwen2_vl: logits differ\); send the frames"
