@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,17 +51,6 @@ def configured_threads(folder: Path, count: int) -> int:
     file = folder / "state.c"
     file.write_text(STATE)
     return c_kernel.build(file, "state", ["-mamx-tile"]).configured(count)
-
-
-@contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Has torch use so many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def has_unit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit_kit import configured_threads, needs_unit, on_both, threads
+from spans_kit import threads
+from unit_kit import configured_threads, needs_unit, on_both
 
 from mpic.kernels import c_kernel, instructions, linear, linear_tiles, products
 from mpic.kernels.linear import Product

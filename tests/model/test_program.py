@@ -12,8 +12,9 @@ import transformers as tf
 from families import TEXT, make_model
 from fused_kit import DTYPES, FAMILIES, loaded_model, needs_fused
 from processors import compiled_for
+from spans_kit import threads
 from torch import nn
-from unit_kit import threads, use_emulated_unit
+from unit_kit import use_emulated_unit
 
 from mpic.kernels import c_kernel, decoder, linear, linear_tiles, stream
 from mpic.kernels.attention import SpanCall
