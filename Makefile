@@ -28,7 +28,7 @@ override ENGINE_SUFFIX := $(if $(filter-out native,$(ENGINE)),-$(ENGINE))
 INPUTS := $(addprefix $(ROOT)/,pyproject.toml setup.py constraints.txt tools/mend_torchvision.py tools/setup_vllm.py) \
   $(wildcard $(ROOT)/locked/*.txt)
 
-.PHONY: help setup setup-dev setup-lab setup-docs setup-vllm setup-smollm2 serve test parity fuzz soak soak-load demo bench bench-gpu report-gpu tune-gpu models screenshots docs image lint lock format clean
+.PHONY: help setup setup-dev setup-lab setup-docs setup-vllm setup-smollm2 serve test parity fuzz soak soak-load demo bench bench-gpu report-gpu models screenshots docs image lint lock format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -71,9 +71,6 @@ bench-gpu: setup-lab ## run the sections of report-gpu that measure speed: first
 
 report-gpu: ## check and measure a CUDA GPU section by section, without a set-up (docs/gpu.md); results go to var/bench
 	@cd "$(ROOT)" && mkdir -p var/bench && "$(PYTHON)" tools/gpu_report.py --out var/bench/gpu-report.jsonl $(ARGS)
-
-tune-gpu: setup-lab ## measure tile sizes on this machine's GPU and write them to kernels/triton/tuned.json
-	@cd "$(ROOT)" && "$(BIN)/python" -m mpic_lab.gpu.kernel_times kernels/triton/tuned.json
 
 models: setup-lab ## check every model family in transformers and write docs/models.md again (5 minutes)
 	@cd "$(ROOT)" && "$(BIN)/mpic" models check --all --table docs/models.md $(ARGS)

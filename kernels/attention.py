@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from mpic.kernels import cpu, masked
+from mpic.kernels import masked
 from mpic.kernels.span import Span
 
 _KEPT_CUTS = 16
@@ -90,7 +90,8 @@ class SpanCall(NamedTuple):
         first: True if no earlier call of the step covers any of these rows, so that the result is stored, not merged.
         visible: ``[rows]`` int64, the number of first slots that each row does not see (a window); None: it sees all.
         slots: int64, the extent's slots in the order in which the span counts them, where many spans of a chunk are
-            read as if they lay side by side (``mpic.kernels.gathered``); None: as they lie.
+            read as if they lay side by side (``mpic.kernels.gathered``); None: as they lie. ``attend`` takes none of
+            these calls.
     """
 
     rows: slice
@@ -200,7 +201,7 @@ def attend(
     out = torch.empty(rows, heads, dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(heads, rows, dtype=torch.float32, device=q.device)
     for call in calls:
-        keys, values = _read(call, layer)
+        keys, values = call.span.source.layers(call.span.lo, call.span.hi)[layer]
         queries, turn = q[:, call.rows], rotation(call.span.base)
         if turn is not None:
             queries = rotate(queries, turn)
@@ -208,13 +209,6 @@ def attend(
             keys, values = keys[:kv_heads, :, :dim], values[:kv_heads, :, :dim]
         if call.visible is None and extras.softcap is None:
             o, l = partial(queries[None], keys[None], values[None], call.causal, scale)
-        elif (
-            call.visible is not None
-            and call.slots is not None
-            and extras.softcap is None
-            and q.device.type == "cpu"
-        ):
-            o, l = cpu.suffixes(queries[None], keys[None], values[None], scale, call.visible)
         else:
             arguments = (call.causal, scale, call.visible, extras.softcap)
             o, l = masked.partial(queries[None], keys[None], values[None], *arguments)
@@ -224,17 +218,6 @@ def attend(
     if singles is not None:
         out[singles.rows] = singles.attend(q, layer, scale, extras)
     return out
-
-
-def _read(call: SpanCall, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values of a call, ``[kv_heads, tokens, head_dim]`` each; a copy where slots are listed."""
-    source, lo, hi, *_ = call.span
-    if call.slots is None:
-        return source.layers(lo, hi)[layer]
-    keys, values = source.layers(0, source.data.shape[3])[layer]
-    is_pair, slots = values is not keys, call.slots[lo:hi]  # else the values are the keys
-    keys = keys.index_select(1, slots)
-    return keys, values.index_select(1, slots) if is_pair else keys
 
 
 def _merge(out: torch.Tensor, lse: torch.Tensor, o: torch.Tensor, l: torch.Tensor, first: bool) -> None:

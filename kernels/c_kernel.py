@@ -30,9 +30,6 @@ _LEVELS = {"AVX512": "-march=x86-64-v4", "AVX2": "-march=x86-64-v3"}
 
 _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 
-libraries: dict[Path, str] = {}
-"""The built files that this process has loaded, with the SHA-256 that they had then."""
-
 
 class KernelUnavailable(Exception):
     """A kernel cannot run here; the message says why."""
@@ -105,12 +102,10 @@ def build(source: Path, name: str, options: Sequence[str]) -> ctypes.CDLL:
         try:
             library = _built(folder, compiler, source, name, options)
             try:
-                loaded = ctypes.CDLL(str(library))
+                return ctypes.CDLL(str(library))
             except OSError:  # what lies in the cache folder is damaged
                 library.unlink(missing_ok=True)
-                loaded = ctypes.CDLL(str(_built(folder, compiler, source, name, options)))
-            libraries[library] = hashlib.sha256(library.read_bytes()).hexdigest()
-            return loaded
+                return ctypes.CDLL(str(_built(folder, compiler, source, name, options)))
         except subprocess.CalledProcessError as error:
             output = error.stderr.strip().splitlines() or ["nothing"]
             reasons.append(f"{compiler} could not build it: {output[0]}")

@@ -3,11 +3,8 @@
 Policies that choose tokens one by one (CacheBlend, A3, random ones) cut a chunk of some hundred tokens into dozens of
 spans. A call for each of them turns the queries of all later rows and merges their results, for a few keys at a time.
 From ``LEAST`` spans on, a chunk's kept slots are attended to as if they lay side by side: rows behind the chunk see all
-of them in one call, and recomputed rows inside it see those that stand before them. The kernel for blocks over all
-their spans reads the slots from a list (``block_spans.py``); for others each call copies them into one memory.
-
-With copies, one layer of a chunk of 576 tokens cut into 75 spans, with 75 rows inside it and 400 behind, took 7.6 ms in
-place of 102 ms (8 heads of 64, fp32, one core), and with 2 rows behind 3 ms in place of 20 ms.
+of them in one call, and recomputed rows inside it see those that stand before them. Kernels for blocks over all their
+spans read the slots from a list (``block_spans.py``); other implementations attend span by span.
 """
 
 from __future__ import annotations
@@ -22,8 +19,7 @@ from mpic.kernels.attention import KVView, SpanCall
 from mpic.kernels.span import Span
 
 LEAST = 6
-"""Fewest spans of a chunk that are gathered: with copies and two rows behind the chunk it is even at six. With hundreds
-it pays earlier, but few spans are calls that read the chunk where it lies."""
+"""Fewest spans of a chunk that are gathered."""
 _TILE = 64
 """Rows inside a chunk that are attended together: enough to be worth a call, few enough to see much the same."""
 

@@ -155,8 +155,8 @@ class EngineConfig:
             0 chooses by the free memory, 64 KiB to 64 MiB (native).
         max_waiting: most requests that wait for their turn; more are refused with 429, but those of users who have
             less than their share of it.
-        self_test: when-changed runs the load-time self-tests if the model, the software or the machine has changed
-            since they passed; always runs them at every start (native).
+        self_test: changes nothing any more, whether when-changed or always: the load-time self-tests run at every start
+            (native).
         trust_remote_code: run code that comes with the model; off unless you trust its author.
         tensor_parallel_size: devices that share every layer (vllm).
         pipeline_parallel_size: devices that share the layers out (vllm).

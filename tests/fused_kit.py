@@ -8,8 +8,7 @@ from families import make_model
 
 from mpic.kernels import c_kernel, linear
 from mpic.model.loaded import LoadedModel
-from mpic.model.program_proof import find_program, prove_program
-from mpic.model.proofs import Proofs
+from mpic.model.program_proof import use_program
 
 DTYPES = [torch.float32, torch.bfloat16]
 FAMILIES = {
@@ -29,11 +28,6 @@ except c_kernel.KernelUnavailable:
 needs_fused = pytest.mark.skipif(
     not AVAILABLE, reason="no C compiler, or a processor on which torch is as fast"
 )
-
-
-def use_program(loaded):
-    """Has the model's steps run as a program if that is proved now, and notes the reason if not."""
-    prove_program(loaded, find_program(loaded), Proofs())
 
 
 def loaded_model(name="llama", dtype=torch.float32, text=None, model=None, kv_dtype=None):

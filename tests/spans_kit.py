@@ -4,7 +4,10 @@ call (``block_spans.py``, ``block_tiles.py``)."""
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -222,3 +225,106 @@ def miswritten(source: Path, folder: Path, right: str, wrong: str) -> Path:
     for header in source.parent.glob("*.h"):
         shutil.copy(header, folder)
     return file
+
+
+class Subject(NamedTuple):
+    """A kernel for blocks over all their spans that is tested.
+
+    Args:
+        load: makes it for a head dimension.
+        dtype, other: what it reads, and what it does not.
+        tolerance: for results near 1.
+        weight: for results of which one weight decides.
+    """
+
+    load: Callable[[int], BlockSpanKernel]
+    dtype: torch.dtype
+    other: torch.dtype
+    tolerance: float
+    weight: float
+
+    def step(self, step: tuple) -> tuple:
+        """A step of this kit in the kernel's dtype."""
+        q, calls, *rest = step
+        return q.to(self.dtype), [_moved(call, self.dtype) for call in calls], *rest
+
+    def attended(self, step: tuple, *given, **named) -> torch.Tensor:
+        q, calls, rotary = self.step(step)
+        return attended(self.load(q.shape[2]), q, calls, rotary, *given, **named)
+
+    def exact(self, step: tuple, *given) -> torch.Tensor:
+        """One softmax over the numbers that the kernel is given. The oracle turns queries without rounding them."""
+        q, calls, rotary = self.step(step)
+        return exact(q.float(), [_moved(call, torch.float32) for call in calls], rotary, *given)
+
+    def assert_near(self, got: torch.Tensor, wanted: torch.Tensor) -> None:
+        rtol = 0 if self.dtype is torch.float32 else self.tolerance
+        torch.testing.assert_close(got, wanted, atol=self.tolerance, rtol=rtol)
+
+
+def _moved(call: SpanCall, dtype: torch.dtype) -> SpanCall:
+    return call._replace(span=call.span._replace(source=KVView(call.span.source.data.to(dtype))))
+
+
+class BlockKernelTests:
+    """What every kernel for blocks over all their spans does; a module that inherits it has a fixture ``kernel``."""
+
+    def test_a_row_does_not_depend_on_the_rows_and_threads_beside_it(self, kernel):
+        q, calls, rotary = long_step()
+        whole = kernel.attended((q, calls, rotary))
+        assert torch.equal(kernel.attended((q[:, 450:451], alone(calls, 450), rotary))[0], whole[450])
+        for count in {1, 2, 5} - {torch.get_num_threads()}:  # blocks are cut by it, too
+            with threads(count):
+                assert torch.equal(kernel.attended((q, calls, rotary)), whole)
+
+    def test_scores_beyond_the_range_of_exponentials_give_neither_nan_nor_infinity(self, kernel):
+        out = kernel.attended(beyond_exponentials())
+        assert (out[2:] / 70 - 1).abs().max() <= kernel.weight and out[0].eq(0).all()
+        assert (out[1] - 0.5).abs().max() <= kernel.weight + 1e-6
+
+    def test_a_row_that_a_window_hides_a_whole_chunk_from_keeps_what_it_has(self, kernel):
+        q, calls, rotary = hidden_chunk()
+        got = kernel.attended((q, calls, rotary))
+        assert torch.equal(got[6:], kernel.attended((q, calls[:1], rotary))[6:])
+        kernel.assert_near(got, kernel.exact((q, calls, rotary)))
+
+    def test_rows_whose_window_hides_what_the_rows_before_them_see_first(self, kernel):
+        kernel.assert_near(kernel.attended(sliding_window()), kernel.exact(sliding_window()))
+
+    def test_fewer_and_smaller_heads_than_the_views_and_turning_last_dimensions(self, kernel):
+        q, calls, cut, rotary = small_heads()
+        kernel.assert_near(kernel.attended((q, calls, rotary), kv_heads=2), kernel.exact((q, cut, rotary)))
+
+    @pytest.mark.parametrize("wrong", UNREADABLE_SPANS)
+    def test_spans_that_it_cannot_read_are_refused_and_not_read(self, kernel, wrong):
+        call, heads = unreadable_span(wrong, kernel.dtype, kernel.other)
+        made = kernel.load(64)
+        with pytest.raises(ValueError, match=f"{made.name} .* cannot read a span"):
+            made.blocks([call], heads, Rotary(32).rotations)
+
+    @pytest.mark.parametrize("wrong", UNREADABLE_QUERIES)
+    def test_queries_that_it_cannot_read_are_refused_and_not_read(self, kernel, wrong):
+        q, calls, rotary = kernel.step(long_step())
+        made = kernel.load(64)
+        with pytest.raises(ValueError, match=f"{made.name} .* cannot read queries"):
+            made.blocks(calls, 6, rotary.rotations).attend(
+                unreadable_queries(wrong, q, kernel.other), LAYER, 0.125
+            )
+
+    @pytest.mark.parametrize("scale, extras", [(0.125, Extras(30.0)), (0.0, PLAIN), (-0.125, PLAIN)])
+    def test_a_softcap_and_a_scale_that_is_not_above_zero_are_refused(self, kernel, scale, extras):
+        q, calls, rotary = kernel.step(long_step())
+        made = kernel.load(64)
+        with pytest.raises(ValueError, match=f"{made.name} .* does not cap scores"):
+            made.blocks(calls, 6, rotary.rotations).attend(q, LAYER, scale, extras)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Has torch use so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -14,7 +14,7 @@ from mpic.kernels.triton.tuning import Tiles
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAYERS = 2
-SMALL = Tiles(16, 16, 4, 1, 16, 4, 1, "of the tests")
+SMALL = Tiles(16, 16, 4, 1, 16, 4, 1)
 
 
 def rotary_of(geometry: Geometry) -> Rotary:

@@ -95,7 +95,7 @@ class TritonStep(Launches):
         block_programs: int = 0,
     ) -> None:
         g, device = geometry, anchor.device
-        tiles = tiles or tiles_for(device, anchor.dtype, g.dim, g.group)
+        tiles = tiles or tiles_for(device, anchor.dtype, g.dim)
         programs = 2 * multiprocessors(device) if programs is None else programs
         self.work: WorkList = build(calls, rows, shape_of(g, tiles, programs, least, block_programs))
         self._left = tiles.single_n if all(c.rows.stop - c.rows.start == 1 for c in calls) else 0

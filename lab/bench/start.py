@@ -1,10 +1,8 @@
 """Measures how long ``mpic serve`` takes until it answers.
 
 Every start is a process of its own. Processor seconds are compared, because other work on the machine changes them less
-than the time on the clock. Starts take turns: with self-tests that run (``self_test = always``), with their proofs kept
-(``mpic.model.proofs``), and a script that only imports the libraries and loads the model with transformers, which a
-server made of them has to do, too. The first round is not counted: it fills the page cache and writes the
-proofs.
+than the time on the clock. A server takes turns with a script that only imports the libraries and loads the model with
+transformers, which a server made of them has to do, too. The first round is not counted: it fills the page cache.
 """
 
 from __future__ import annotations
@@ -28,8 +26,7 @@ from mpic.config import bundled_model
 from mpic_lab.bench.harness import BenchDevice, BenchFailed, Report, Row, Ticker, bench
 from mpic_lab.demo import server_process
 
-KEPT, ALWAYS = "when-changed", "always"
-WAYS = {ALWAYS: "server, self-tests run", KEPT: "server, proofs kept"}
+SERVER = "server"
 BARE = "libraries and model alone, no server"
 SCRIPT = """
 import sys, time
@@ -76,36 +73,30 @@ class Start:
     quick={"repeats": 1},
     wants={
         "ready_processor_seconds": "< 2.5",
-        "self_tested_processor_seconds": "more by what the tests take",
         "ready_over_libraries": "near 1: little beside the libraries",
     },
     in_process=False,
     on_cpu=True,
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
-    """Make a row for each way to start."""
-    ticker.expect(3 * (settings.uncounted + settings.repeats))
-    samples: dict[str, list[Start]] = {ALWAYS: [], KEPT: []}
+    """Make a row for the server, and one for the script."""
+    ticker.expect(2 * (settings.uncounted + settings.repeats))
+    served: list[Start] = []
     bare: list[Start] = []
     with tempfile.TemporaryDirectory() as folder:
         for round_number in range(settings.uncounted + settings.repeats):
-            counts = round_number >= settings.uncounted
-            for way, starts in samples.items():
-                server = started(settings.model, Path(folder) / way, "--self-test", way)
-                with ticker.step(way), server as start:
-                    if counts:
-                        starts.append(start)
+            with ticker.step(SERVER), started(settings.model, Path(folder) / SERVER) as start:
+                pass
             with ticker.step(BARE):
                 loaded = _loaded(settings.model)
-            if counts:
+            if round_number >= settings.uncounted:
+                served.append(start)
                 bare.append(loaded)
-    named = {WAYS[way]: starts for way, starts in samples.items()}
-    table = [_row(way, starts) for way, starts in {**named, BARE: bare}.items()]
+    table = [_row(way, starts) for way, starts in {SERVER: served, BARE: bare}.items()]
     headline = {
-        "ready_processor_seconds": statistics.median(one.processor for one in samples[KEPT]),
-        "self_tested_processor_seconds": statistics.median(one.processor for one in samples[ALWAYS]),
+        "ready_processor_seconds": statistics.median(one.processor for one in served),
         "ready_over_libraries": statistics.median(
-            ours.processor / theirs.processor for ours, theirs in zip(samples[KEPT], bare, strict=True)
+            ours.processor / theirs.processor for ours, theirs in zip(served, bare, strict=True)
         ),
     }
     notes = {

@@ -5,19 +5,50 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
+from mpic.errors import BadRequest, NotFound, UnknownHandle, UnsupportedModality, cut
+from mpic.imaging.clip_header import NO_CLIPS
+from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.library import Limits, decode_image
 from mpic.prompt import ChatTemplate
-from mpic.prompt.inline import InlineResolver
+from mpic.prompt.messages import HandleKind
 from mpic.prompt.split import Mode, Split, split_text
 
 OWNER = "eval"
 
 
-class LocalResolver(InlineResolver):
-    """Makes the chunks of an evaluation's messages."""
+class LocalResolver:
+    """Makes chunks of the images and documents inside messages; implements ``mpic.prompt.Resolver``.
 
-    def __init__(self, template: ChatTemplate) -> None:
-        super().__init__(template, lambda data: decode_image(data, Limits()), OWNER)
+    Args:
+        template: tokenizes documents.
+        owner: of the chunks.
+    """
+
+    def __init__(self, template: ChatTemplate, owner: str = OWNER) -> None:
+        self._template, self._owner = template, owner
+
+    def by_handle(self, kind: HandleKind, name: str) -> Chunk:
+        raise UnknownHandle(f"there are no uploads here: {cut(name)!r}", handle=name)
+
+    def by_file_id(self, file_id: str) -> Chunk:
+        raise NotFound(f"there are no uploads here: {cut(file_id)!r}")
+
+    def by_cache_id(self, cache_id: str) -> Chunk:
+        raise NotFound(f"there are no uploads here: {cut(cache_id)!r}")
+
+    def inline_image(self, data: bytes) -> Chunk:
+        image = decode_image(data, Limits())
+        return Chunk(ChunkKey.of_image(image), self._owner, load_image=lambda: image)
+
+    def inline_clip(self, data: bytes) -> Chunk:
+        raise UnsupportedModality(NO_CLIPS)
+
+    def inline_file(self, data: bytes, label: str | None) -> Chunk:
+        raise BadRequest("files inside requests are read by a server only")
+
+    def inline_text(self, text: str, label: str | None) -> Chunk:
+        tokens = tuple(self._template.tokenize_document(text))
+        return Chunk(ChunkKey.of_text(text), self._owner, tokens, label=label)
 
 
 SPARE = 500

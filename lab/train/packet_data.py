@@ -14,9 +14,8 @@ from typing import Any
 
 from mpic.data.bundled import generation_for
 from mpic.errors import BadRequest
-from mpic.library import Limits, decode_image
 from mpic.prompt import ChatTemplate, Prompt, build_prompt
-from mpic.prompt.inline import InlineResolver
+from mpic_lab.eval.resolve import LocalResolver
 from mpic_lab.generator import Generator
 from mpic_lab.generator.client import messages_of
 from mpic_lab.generator.worlds import WORLDS
@@ -116,7 +115,7 @@ def prompts(
     Raises:
         TrainingDataError: the file has fewer.
     """
-    resolver = InlineResolver(template, lambda data: decode_image(data, Limits()), OWNER)
+    resolver = LocalResolver(template, OWNER)
     if path is None:
         conversations: Iterator[list[dict[str, Any]]] = generated(seed, context, tasks)
     else:

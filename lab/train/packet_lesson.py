@@ -18,7 +18,6 @@ from mpic.errors import ModelRefused
 from mpic.kv.chunk import ChunkInputs
 from mpic.model.hooks import NAME
 from mpic.model.loaded import LoadedModel
-from mpic.model.stock import stock_logits
 from mpic.prompt.segments import Prompt, TextSegment
 
 OWN = -1
@@ -184,17 +183,23 @@ class Classroom:
         cache: DynamicCache | None = None,
     ) -> torch.Tensor:
         """Return the logits ``[keep, vocabulary]`` of the last rows."""
-        device = self.model.device
+        model, device = self.model, self.model.device
         placed = positions.to(device)
-        return stock_logits(
-            self.model,
-            embeds.to(device),
-            placed,
-            None if mask is None else mask.to(device),
-            cache,
-            keep,
-            None if deep is None else (deep[0].to(device), deep[1].to(device)),
-        )
+        if deep is not None:
+            marks, features = (part.to(device) for part in deep)
+            model.extra_inputs = {"visual_pos_masks": marks[None], "deepstack_visual_embeds": list(features)}
+        try:
+            out = model.model(
+                inputs_embeds=embeds.to(device)[None],
+                position_ids=placed[:1] if model.mrope == 1 else placed[:, None],
+                attention_mask=None if mask is None else mask.to(device)[None, None],
+                past_key_values=cache,
+                use_cache=cache is not None,
+                logits_to_keep=keep,
+            )
+        finally:
+            model.extra_inputs = {}
+        return out.logits[0]
 
 
 def _outside_inference(inputs: ChunkInputs) -> ChunkInputs:

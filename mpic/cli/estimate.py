@@ -319,7 +319,7 @@ def _prompt(line: bytes | None, template: ChatTemplate, link_texts: int, image_t
     if not isinstance(tools, list):
         raise BadRequest("tools must be a list", param="tools")
     messages = [_offline(message) for message in messages]
-    prompt = build_prompt(messages, template, LogResolver(template), tools, "local", handles=Handles(False))
+    prompt = build_prompt(messages, template, LogResolver(template), tools, handles=Handles(False))
     if not link_texts:
         return prompt
     most = ServerConfig().max_chunks

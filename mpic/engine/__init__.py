@@ -13,23 +13,18 @@ if TYPE_CHECKING:
     from mpic.engine.base import Engine
     from mpic.kv.staging import Staging
     from mpic.kv.store import ChunkStore
-    from mpic.model.proofs import Proofs
 
 log = logging.getLogger(__name__)
 
 
 def load_engine(
-    config: EngineConfig,
-    store: ChunkStore | None = None,
-    host_bytes: int | None = None,
-    proofs: Proofs | None = None,
+    config: EngineConfig, store: ChunkStore | None = None, host_bytes: int | None = None
 ) -> tuple[Engine, Any]:
     """Load the configured model and start an engine on it.
 
     Args:
         host_bytes: host memory that the vllm engine may use for chunk files; None: its own choice. For the native
             engine the store does that.
-        proofs: self-tests that the native engine need not run again; None: all run.
 
     Returns:
         The engine and the model's processor (vision models) or tokenizer.
@@ -50,10 +45,10 @@ def load_engine(
         config = replace(config, model=folder_of(config.model, config.dtype))
     if config.engine == "vllm":
         return _load_vllm(config, store, host_bytes)
-    return _load_native(config, store, proofs)
+    return _load_native(config, store)
 
 
-def _load_native(config: EngineConfig, store: ChunkStore | None, proofs: Proofs | None) -> tuple[Engine, Any]:
+def _load_native(config: EngineConfig, store: ChunkStore | None) -> tuple[Engine, Any]:
     from mpic.engine.native.choose import choose_attention, graphs_beside
     from mpic.engine.native.cuda_executor import reserved_bytes
     from mpic.engine.native.device_memory import pool_pages
@@ -61,10 +56,8 @@ def _load_native(config: EngineConfig, store: ChunkStore | None, proofs: Proofs 
     from mpic.engine.native.presser import check_press
     from mpic.link import named_policy
     from mpic.model.load import load_model
-    from mpic.model.proofs import Proofs
     from mpic.packet.adapter import find_adapter, require_adapter
 
-    proofs = proofs or Proofs()
     model = load_model(
         config.model,
         device=config.device,
@@ -72,9 +65,8 @@ def _load_native(config: EngineConfig, store: ChunkStore | None, proofs: Proofs 
         kv_dtype=config.kv_dtype,
         quantize=config.quantize,
         trust_remote_code=config.trust_remote_code,
-        proofs=proofs,
     )
-    choose_attention(model, config.attention, proofs)
+    choose_attention(model, config.attention)
     check_press(model, config.press)
     adapter = find_adapter(model, config.model, config.packet)
     if (policy := named_policy(config.policy)) is not None and policy.wrapping.packet:

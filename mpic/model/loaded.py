@@ -14,7 +14,7 @@ from torch import nn
 
 from mpic.errors import IntegrityError, ModelRefused
 from mpic.imaging.clips import Clip, Sample
-from mpic.kernels import backends, reference
+from mpic.kernels import backends
 from mpic.kernels.attention import QueryRotation, SingleRows, SpanCall
 from mpic.kernels.patterns import Pattern
 from mpic.kernels.singles import Singles
@@ -252,9 +252,9 @@ class LoadedModel:
 
     @property
     def gathers_spans(self) -> bool:
-        """True where blocks of rows attend to a chunk's many spans together (``mpic.kernels.gathered``): on a CPU,
-        except with the reference, which attends span by span. On CUDA it is not measured; Triton has its own tables."""
-        return self.device.type == "cpu" and self.triton is None and self.partial is not reference.partial
+        """True where blocks of rows attend to a chunk's many spans together (``mpic.kernels.gathered``): with kernels
+        for blocks over all their spans. Triton has its own tables."""
+        return bool(self.block_spans) and self.triton is None
 
     @property
     def is_uneven(self) -> bool:

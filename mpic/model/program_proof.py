@@ -27,7 +27,6 @@ from mpic.kv.pool import Pool
 from mpic.model.hooks import Step
 from mpic.model.loaded import LoadedModel
 from mpic.model.program import NO_HALVES, NOT_STREAM, NOTE, TOKENS_NOTE, Program, Unfused
-from mpic.model.proofs import Proofs
 from mpic.model.rotary import Rotary
 from mpic.model.structure import RowInputs, as_plain, plain_ids
 
@@ -60,20 +59,22 @@ Run = Callable[[RowInputs, torch.Tensor, Step, torch.Tensor], "torch.Tensor | No
 """A way of running a step; see ``LoadedModel.forward``."""
 
 
-def find_program(loaded: LoadedModel) -> Program | None:
-    """Return the program of a model, which is not proved yet; None where it has none, and note the reason."""
+def use_program(loaded: LoadedModel) -> None:
+    """Has a model use its program, once it is proved; where it has none, or it is not proved, the reason is noted."""
     loaded.program, details = None, loaded.info.details
     details[NOTE], details[TOKENS_NOTE] = "", ""
     try:
         program = _read(loaded)
+        error = difference(loaded, program)
     except (Unfused, ModelRefused) as reason:
         details[NOTE] = reason.message if isinstance(reason, ModelRefused) else str(reason)
-        return None
+        return
+    log.info("%s: its program is proved, relative error %.1e", loaded.info.name, error)
     try:
         program.whole_decoder()
     except Unfused as reason:
         details[TOKENS_NOTE] = str(reason)
-    return program
+    loaded.program = program
 
 
 def _read(loaded: LoadedModel) -> Program:
@@ -90,23 +91,6 @@ def _read(loaded: LoadedModel) -> Program:
     axes, scale = _axes_and_scale(loaded, rotary.half)
     own = (loaded.shape, loaded.kv_dtype)
     return Program(loaded.model, loaded.text_model, rotary, axes, scale, *own)
-
-
-def prove_program(loaded: LoadedModel, program: Program | None, proofs: Proofs) -> None:
-    """Has the model use its program, if there is one, once it is proved; else notes the reason.
-
-    Args:
-        proofs: those of earlier starts, which need not run again.
-    """
-    if program is None:
-        return
-    try:
-        error = proofs.error_of(loaded, "program", lambda loaded: difference(loaded, program))
-    except ModelRefused as reason:
-        loaded.info.details[NOTE] = reason.message
-        return
-    log.info("%s: its program is proved, relative error %.1e", loaded.info.name, error)
-    loaded.program = program
 
 
 @torch.inference_mode()

@@ -110,7 +110,7 @@ class TritonAttention:
         self._launch, self._step = launch, step
         self.kinds, self.kind_of, self.device = kinds, kind_of, device
         self.geometries = [self._geometry(kind, shape.head_dim) for kind in kinds]
-        self.tiles = tuning.tiles_for(device, dtype, shape.head_dim, self.geometries[0].group)
+        self.tiles = tuning.tiles_for(device, dtype, shape.head_dim)
         if device.type == "cuda":
             try:
                 self._warm_up(softcaps, dtype)
@@ -128,7 +128,7 @@ class TritonAttention:
     @property
     def name(self) -> str:
         """The name that ``/health`` shows."""
-        return self._launch.name(self.tiles)
+        return self._launch.name()
 
     def _warm_up(self, softcaps: Collection[bool], dtype: torch.dtype) -> None:
         from mpic.kernels.triton.warmup import warm_up

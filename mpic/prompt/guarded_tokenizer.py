@@ -27,9 +27,8 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from mpic.errors import ModelRefused
-from mpic.prompt.bounds import Limit, least_tokens, longest_token
+from mpic.prompt.bounds import Limit, least_tokens
 from mpic.prompt.sliced_tokenizer import SlicedTokenizer
-from mpic.prompt.slicer import Slicer
 
 LIGHT = r"\w\s.,:;/()'\-"
 NOT_LIGHT = re.compile(f"[^{LIGHT}]")
@@ -124,23 +123,19 @@ class GuardedTokenizer:
             self._cuts[image] = spelling
         self._cut_ids = {self._twin.token_to_id(spelling) for spelling in self._cuts.values()}
         names = frozenset(self._spelling.values())
-        slicer = Slicer.of(self._twin, respelt, names)
-        self.sliced = SlicedTokenizer(self._twin, slicer, longest_token(respelt, names), source)
+        self.sliced = SlicedTokenizer.of(self._twin, source, respelt, names)
         self._verify(stock, tokenizer)
         self.prefix = _prefix(tokenizer)
 
-    def encode(self, text: str, limit: Limit | None = None, owner: str | None = None) -> tuple[int, ...]:
+    def encode(self, text: str, limit: Limit | None = None) -> tuple[int, ...]:
         """Return the ids of a client's text by itself; nothing is added.
-
-        Args:
-            owner: see ``SlicedTokenizer.ids``.
 
         Raises:
             ContextLengthExceeded: the text has more tokens than ``limit`` allows.
         """
         self._check(limit, [text])
         found: list[int] = []
-        for _, ids in self.sliced.ids([(text, True)], owner):
+        for _, ids in self.sliced.ids([(text, True)]):
             found += ids
             if limit is not None:
                 limit.check(len(found))
@@ -162,14 +157,11 @@ class GuardedTokenizer:
         return self.encode_pieces([piece for piece in (*pieces, text[at:]) if piece], limit)[0]
 
     def encode_pieces(
-        self, pieces: Iterable[Trusted | str | Cut], limit: Limit | None = None, owner: str | None = None
+        self, pieces: Iterable[Trusted | str | Cut], limit: Limit | None = None
     ) -> list[tuple[int, ...]]:
         """Return the ids before, between and after the cuts: one tuple more than there are cuts; tuples may be empty.
 
         The first starts with ``prefix``, once.
-
-        Args:
-            owner: see ``SlicedTokenizer.ids``.
 
         Raises:
             ContextLengthExceeded: there are more ids than ``limit`` allows.
@@ -178,7 +170,7 @@ class GuardedTokenizer:
         self._check(limit, [piece for piece in pieces if type(piece) is str])
         parts: list[list[int]] = [[]]
         count = 0
-        for text, ids in self.sliced.ids(map(self._spelt, pieces), owner):
+        for text, ids in self.sliced.ids(map(self._spelt, pieces)):
             before = 0
             for at in self._cuts_in(text, ids):
                 parts[-1] += ids[before:at]

@@ -55,7 +55,7 @@ def link_long_texts(
     for text, label, enough in _texts(messages, tools, least):
         checkpoint()
         if room > 0 and len(text.encode(errors="surrogatepass")) >= enough:
-            ids = template.tokenize_alone(text, owner)
+            ids = template.tokenize_alone(text)
             if len(ids) >= enough and _link(segments, ids[EDGE:-EDGE], label, owner):
                 room -= 1
     if room == most - len(prompt.chunks):

@@ -18,14 +18,11 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import BinaryIO
 
-from tokenizers import Tokenizer
-
 from mpic import memory
 from mpic.cancel import checkpoint
 from mpic.errors import Unavailable
 from mpic.prompt.bounds import utf8_length
 from mpic.prompt.sliced_tokenizer import SlicedTokenizer
-from mpic.prompt.slicer import Slicer
 from mpic.prompt.split import Split, SplitPiece, TooManyPieces, split_text
 
 SHORT = 1 << 16
@@ -53,8 +50,7 @@ def split_in_process(text: str, split: Split, tokenizer: SlicedTokenizer, most: 
         "split": asdict(split),
         "most": most,
         "longest": tokenizer.longest,
-        "cuts": tokenizer.slicer.cuts,
-        "drops_space": tokenizer.slicer.drops_space,
+        "joins": tokenizer.joins,
     }
     with (
         memory.set_aside(PROCESS + TIMES * utf8_length(text), "cutting the text"),
@@ -101,9 +97,7 @@ def main() -> None:
         os.nice(NICE)
     order, source, text = (_read(sys.stdin.buffer).decode() for _ in range(3))
     settings = json.loads(order)
-    own = Tokenizer.from_str(source)
-    slicer = Slicer(own, settings["cuts"], settings["drops_space"])
-    tokenizer = SlicedTokenizer(own, slicer, settings["longest"], source)
+    tokenizer = SlicedTokenizer(source, settings["longest"], settings["joins"])
     split = Split(**settings["split"])
     try:
         pieces = split_text(

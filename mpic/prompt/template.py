@@ -144,9 +144,9 @@ class ChatTemplate:
         """
         return self._guard.encode(text, self._limit(self.context, "the text"))
 
-    def tokenize_alone(self, text: str, owner: str) -> tuple[int, ...]:
+    def tokenize_alone(self, text: str) -> tuple[int, ...]:
         """Return the ids of a text of a prompt that fits, as ``tokenize_document`` does."""
-        return self._guard.encode(text, owner=owner)
+        return self._guard.encode(text)
 
     def tokenize_whole(self, text: str, bare: bool = False) -> tuple[int, ...]:
         """Return the ids of a prompt that a client has written as a whole, for the model itself: control strings in it
@@ -184,13 +184,8 @@ class ChatTemplate:
         ``mpic.prompt.split``)."""
         return self._guard.sliced
 
-    def prompt(
-        self, messages: Sequence[Message], tools: Sequence[Mapping] | None = None, owner: str | None = None
-    ) -> Prompt:
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping] | None = None) -> Prompt:
         """Return the segments of a conversation, ready for the model's answer.
-
-        Args:
-            owner: the user whose long texts are not tokenized twice; None: every text is tokenized.
 
         Raises:
             BadRequest: the template does not accept the conversation, or would leave part of it out.
@@ -203,7 +198,6 @@ class ChatTemplate:
         parts = self._guard.encode_pieces(
             (Cut(piece.chunk.kind == "image") if isinstance(piece, Ref) else piece for piece in pieces),
             self._limit(room, "the prompt", "messages"),
-            owner,
         )
         segments: list[Segment] = [TextSegment(parts[0])] if parts[0] else []
         for ref, part in zip((p for p in pieces if isinstance(p, Ref)), parts[1:]):
@@ -312,7 +306,6 @@ def build_prompt(
     template: ChatTemplate,
     resolver: Resolver,
     tools: Sequence[Mapping] | None = None,
-    owner: str | None = None,
     values: int = Bounds.values,
     handles: Handles | None = None,
 ) -> Prompt:
@@ -323,7 +316,6 @@ def build_prompt(
         template: template of the model that answers.
         resolver: finds the chunks of the user who makes the request.
         tools: the request's ``tools``.
-        owner: see ``ChatTemplate.prompt``.
         values, handles: see ``parse_messages``.
 
     Raises:
@@ -335,4 +327,4 @@ def build_prompt(
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise BadRequest("a tool must have a function with a name", param=f"tools[{i}].function")
-    return template.prompt(parsed, tools, owner)
+    return template.prompt(parsed, tools)

@@ -224,7 +224,7 @@ def prompt_with_references(
     if style is None:
         messages = insert_references(messages, hits)
     values = state.config.server.max_body_values
-    prompt = build_prompt(messages, state.template, resolver, [], resolver.user, values, handles)
+    prompt = build_prompt(messages, state.template, resolver, [], values, handles)
     if style is not None and hits:
         prompt = with_simulated_call(prompt, state.template, style, query, hits, state.library.references)
     return prompt, round
@@ -250,7 +250,7 @@ def prompt_with_search(
     values = state.config.server.max_body_values
     if search.trigger == "prompted":
         messages = with_protocol(messages)
-    prompt = build_prompt(messages, template, resolver, tools, resolver.user, values, handles)
+    prompt = build_prompt(messages, template, resolver, tools, values, handles)
     state.retriever.soon(prefetch_likely, searcher, query, state.engine, policy)
     return prompt, search
 

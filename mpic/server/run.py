@@ -97,7 +97,6 @@ def build(config: Config, on_stage: Callable[[str], None] = lambda stage: None) 
     from mpic.engine import load_engine
     from mpic.library import Library
     from mpic.model.load import choose_device
-    from mpic.model.proofs import NAME, Proofs
     from mpic.prompt import ChatTemplate
     from mpic.server.app import create_app
     from mpic.server.staging import with_staging
@@ -124,8 +123,7 @@ def build(config: Config, on_stage: Callable[[str], None] = lambda stage: None) 
         library = Library.open(Path(config.library.data_dir), limits, host=host, remote=remote)
         undo.callback(library.close)
         on_stage(f"loading and checking the model {Path(config.engine.model).name}")
-        proofs = Proofs(Path(config.library.data_dir) / NAME, config.engine.self_test == "always")
-        engine, processor = load_engine(config.engine, library.store, host_bytes, proofs)  # ty: ignore[invalid-argument-type] (a TieredStore takes some of its methods from its disk)
+        engine, processor = load_engine(config.engine, library.store, host_bytes)  # ty: ignore[invalid-argument-type] (a TieredStore takes some of its methods from its disk)
         undo.callback(engine.close)
         app = create_app(engine, library, ChatTemplate(processor), config)
         undo.pop_all()  # the application closes both

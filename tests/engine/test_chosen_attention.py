@@ -7,7 +7,6 @@ import torch
 
 from mpic.engine.native import choose
 from mpic.errors import ModelRefused
-from mpic.model.proofs import Proofs
 
 
 class Model:
@@ -46,9 +45,8 @@ def tested(monkeypatch):
 
 def test_in_half_precision_on_cuda_it_is_tritons_which_has_to_pass_the_self_test(tested):
     model = Model()
-    choose.choose_attention(model, "auto", Proofs())
+    choose.choose_attention(model, "auto")
     assert model.chosen == tested.names == ["triton"]
-    assert model.info.details["self_test"] == "passed at this start"
 
 
 @pytest.mark.parametrize(("lacks", "wrong"), [("attention in both directions", ()), ("", ("triton",))])
@@ -56,7 +54,7 @@ def test_where_triton_does_not_take_the_model_or_computes_something_else_it_is_t
     tested, caplog, lacks, wrong
 ):
     model, tested.wrong = Model(lacks=lacks), wrong
-    choose.choose_attention(model, "auto", Proofs())
+    choose.choose_attention(model, "auto")
     assert model.chosen[-1] == "auto"
     reason = lacks or "linked logits differ"
     assert reason in model.info.details["attention_note"] and reason in caplog.text
@@ -65,15 +63,15 @@ def test_where_triton_does_not_take_the_model_or_computes_something_else_it_is_t
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.bfloat16), ("cuda", torch.float32)])
 def test_on_a_cpu_and_in_fp32_a_model_keeps_what_it_was_loaded_with(tested, device, dtype):
     model = Model(device, dtype)
-    choose.choose_attention(model, "auto", Proofs())
+    choose.choose_attention(model, "auto")
     assert model.chosen == tested.names == []
 
 
 def test_what_was_asked_for_by_name_is_taken_or_refused(tested):
     model, tested.wrong = Model(), ("cuda-flash",)
-    choose.choose_attention(model, "reference", Proofs())
+    choose.choose_attention(model, "reference")
     assert model.chosen == tested.names == ["reference"]
     with pytest.raises(ModelRefused, match="both directions"):
-        choose.choose_attention(Model(lacks="attention in both directions"), "triton", Proofs())
+        choose.choose_attention(Model(lacks="attention in both directions"), "triton")
     with pytest.raises(ModelRefused, match="differ"):
-        choose.choose_attention(Model(), "cuda-flash", Proofs())
+        choose.choose_attention(Model(), "cuda-flash")

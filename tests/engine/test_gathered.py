@@ -9,7 +9,6 @@ from families import FEATURES
 
 from mpic.kernels.attention import SpanCall
 from mpic.kernels.block_spans import BlockSpanKernel
-from mpic.model import hooks
 from mpic.model.loaded import LoadedModel
 
 LONG, OTHER = text_chunk(ids(80, 90)), text_chunk(ids(81, 61))
@@ -26,19 +25,14 @@ CASES += [("llama", "cacheblend-25"), ("llama", "a3-25")]
 
 @pytest.fixture
 def gathered(monkeypatch) -> list[SpanCall]:
-    """The calls over listed slots that layers made, or that a kernel for all of a block's spans was given."""
-    made, attend, blocks = [], hooks.attend, BlockSpanKernel.blocks
+    """The calls over listed slots that kernels for all of a block's spans were given."""
+    made, blocks = [], BlockSpanKernel.blocks
 
-    def watched(q, calls, *arguments, **named):
-        made.extend(call for call in calls if call.slots is not None)
-        return attend(q, calls, *arguments, **named)
-
-    def watched_blocks(kernel, calls, *arguments, **named):
+    def watched(kernel, calls, *arguments, **named):
         made.extend(call for call in calls if call.slots is not None)
         return blocks(kernel, calls, *arguments, **named)
 
-    monkeypatch.setattr(hooks, "attend", watched)
-    monkeypatch.setattr(BlockSpanKernel, "blocks", watched_blocks)
+    monkeypatch.setattr(BlockSpanKernel, "blocks", watched)
     return made
 
 
@@ -53,20 +47,7 @@ def test_requests_in_one_step_or_in_many_give_the_oracles_answers(name, policy, 
         streams = [submit(engine, prompt, policy) for prompt in prompts]
         for stream, wanted in zip(streams, expected, strict=True):
             assert_same(logits_of(stream, TOKENS), wanted)
-        assert gathered
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen2_5_vl"])
-def test_layers_that_copy_the_slots_give_the_oracles_answers(name, make_engine, gathered):
-    loaded = family(name).loaded
-    loaded.choose_attention("cpu-flash")
-    try:
-        assert not loaded.block_spans
-        stream = submit(make_engine(name), PROMPTS[2], "random-30")
-        assert_same(logits_of(stream, TOKENS), expected_of(name, PROMPTS[2], "random-30"))
-    finally:
-        loaded.choose_attention("auto")
-    assert gathered
+        assert bool(gathered) == bool(family(name).loaded.block_spans)
 
 
 @pytest.mark.parametrize("policy", ["mpic-8", "legolink-4", "block-1", "attnlink-6"])
@@ -83,11 +64,14 @@ def test_policies_that_recompute_first_tokens_make_the_calls_that_they_made(
         assert torch.equal(got, wanted)
 
 
-def test_the_reference_attends_span_by_span(make_engine, gathered):
-    loaded = family("llama").loaded
-    loaded.choose_attention("reference")
+@pytest.mark.parametrize("attention", ["cpu-flash", "reference"])
+@pytest.mark.parametrize("name", ["llama", "qwen2_5_vl"])
+def test_torchs_attention_and_the_reference_attend_span_by_span(name, attention, make_engine, gathered):
+    loaded = family(name).loaded
+    loaded.choose_attention(attention)
     try:
-        logits_of(submit(make_engine("llama"), PROMPTS[0], "random-30"), TOKENS)
+        stream = submit(make_engine(name), PROMPTS[2], "random-30")
+        assert_same(logits_of(stream, TOKENS), expected_of(name, PROMPTS[2], "random-30"))
     finally:
         loaded.choose_attention("auto")
     assert not gathered

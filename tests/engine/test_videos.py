@@ -7,7 +7,16 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from engine_kit import TOKENS, assert_same, expected_of, inputs_of, logits_of, prompt_of, request_of
+from engine_kit import (
+    TOKENS,
+    assert_same,
+    expected_of,
+    image_chunk,
+    inputs_of,
+    logits_of,
+    prompt_of,
+    request_of,
+)
 from families import random_image
 from server_helpers import data_url
 from video_kit import (
@@ -36,11 +45,10 @@ from mpic.link import BARE
 from mpic.model import load, vision
 from mpic.model.clip_sampling import bytes_needed, sampler, sampling_digest
 from mpic.model.loaded import LoadedModel
-from mpic.model.proofs import Proofs
 from mpic.model.video_selftest import video_self_test
 from mpic.prompt import ChatTemplate
-from mpic.prompt.inline import InlineResolver
 from mpic.prompt.template import build_prompt
+from mpic_lab.eval.resolve import LocalResolver
 
 FIRST, SECOND = pictures(1, 13), pictures(2, 10, 32, 48)
 RATE = 5.0
@@ -49,8 +57,11 @@ CLIPS = {name: animation(frames) for name, frames in (("first", FIRST), ("second
 PICTURE = random_image(5)
 
 
-class Resolver(InlineResolver):
+class Resolver(LocalResolver):
     """Takes clips beside images."""
+
+    def inline_image(self, data: bytes) -> Chunk:
+        return image_chunk(PICTURE, self._owner)
 
     def inline_clip(self, data: bytes) -> Chunk:
         return clip_chunk(data, self._owner)
@@ -81,7 +92,7 @@ def made_of(loaded, chunk):
 
 def prompt_for(name: str):
     template = ChatTemplate(video_family(name).loaded.processor)
-    return build_prompt(conversation(), template, Resolver(template, lambda data: PICTURE, "local"))
+    return build_prompt(conversation(), template, Resolver(template, "local"))
 
 
 def expected_of_stock(name: str):
@@ -204,7 +215,7 @@ def test_a_model_whose_clips_fail_the_self_test_takes_none_and_says_why(monkeypa
     monkeypatch.setattr(load, "video_self_test", Mock(side_effect=ModelRefused("qwen2_vl: logits differ")))
     loaded = LoadedModel(*make_video_model("qwen2_vl"), "tiny")
     assert loaded.info.modalities == ("text", "image", "video") and loaded.info.no_clips is None
-    load._clips_tested(loaded, Proofs())
+    load._clips_tested(loaded)
     assert loaded.info.modalities == ("text", "image")
     with pytest.raises(
         UnsupportedModality, match=r"takes no videos \(qwen2_vl: logits differ\); send the frames"

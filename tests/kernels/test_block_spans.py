@@ -10,13 +10,10 @@ from processors import compiled_for
 from rotation_kit import Rotary
 from spans_kit import (
     CPU,
-    LAYER,
-    UNREADABLE_QUERIES,
-    UNREADABLE_SPANS,
+    BlockKernelTests,
     covered,
     exact,
     in_bf16,
-    long_step,
     miswritten,
     needs_compiler,
     steps,
@@ -45,70 +42,15 @@ def test_every_row_equals_one_softmax_over_all_it_sees(step):
     assert (rounded - expected).norm() / expected.norm() < 1e-2
 
 
-@needs_compiler
-def test_a_row_does_not_depend_on_the_rows_and_threads_beside_it():
-    q, calls, rotary = long_step()
-    whole = attended(q, calls, rotary)
-    assert torch.equal(attended(q[:, 450:451], spans_kit.alone(calls, 450), rotary)[0], whole[450])
-    threads = torch.get_num_threads()
-    try:
-        for count in {1, 2, 5} - {threads}:  # blocks are cut by it, too
-            torch.set_num_threads(count)
-            assert torch.equal(attended(q, calls, rotary), whole)
-    finally:
-        torch.set_num_threads(threads)
+@pytest.fixture
+def kernel():
+    load = lambda dim: block_spans.load(dim, torch.float32)
+    return spans_kit.Subject(load, torch.float32, torch.bfloat16, 1e-5, 0.0)
 
 
 @needs_compiler
-def test_scores_beyond_the_range_of_exponentials_give_neither_nan_nor_infinity():
-    out = attended(*spans_kit.beyond_exponentials())
-    assert out[2:].eq(70).all() and (out[1] - 0.5).abs().max() < 1e-6
-
-
-@needs_compiler
-def test_a_row_that_a_window_hides_a_whole_chunk_from_keeps_what_it_has():
-    q, calls, rotary = spans_kit.hidden_chunk()
-    got = attended(q, calls, rotary)
-    assert torch.equal(got[6:], attended(q, calls[:1], rotary)[6:])
-    assert (got[:6] - exact(q, calls, rotary)[:6]).abs().max() < 1e-5
-
-
-@needs_compiler
-def test_rows_whose_window_hides_what_the_rows_before_them_see_first():
-    q, calls, rotary = spans_kit.sliding_window()
-    assert (attended(q, calls, rotary) - exact(q, calls, rotary)).abs().max() < 1e-5
-
-
-@needs_compiler
-def test_fewer_and_smaller_heads_than_the_views_and_turning_last_dimensions():
-    q, calls, cut, rotary = spans_kit.small_heads()
-    assert (attended(q, calls, rotary, kv_heads=2) - exact(q, cut, rotary)).abs().max() < 1e-5
-
-
-@needs_compiler
-@pytest.mark.parametrize("wrong", UNREADABLE_SPANS)
-def test_spans_that_it_cannot_read_are_refused_and_not_read(wrong):
-    call, heads = spans_kit.unreadable_span(wrong, torch.float32, torch.bfloat16)
-    with pytest.raises(ValueError, match=r"cpu-block-spans .* cannot read a span"):
-        block_spans.load(64, torch.float32).blocks([call], heads, Rotary(32).rotations)
-
-
-@needs_compiler
-@pytest.mark.parametrize("wrong", UNREADABLE_QUERIES)
-def test_queries_that_it_cannot_read_are_refused_and_not_read(wrong):
-    q, calls, rotary = long_step()
-    blocks = block_spans.load(64, torch.float32).blocks(calls, 6, rotary.rotations)
-    with pytest.raises(ValueError, match=r"cpu-block-spans .* cannot read queries"):
-        blocks.attend(spans_kit.unreadable_queries(wrong, q, torch.bfloat16), LAYER, 0.125)
-
-
-@needs_compiler
-@pytest.mark.parametrize("scale, extras", [(0.125, Extras(30.0)), (0.0, PLAIN), (-0.125, PLAIN)])
-def test_a_softcap_and_a_scale_that_is_not_above_zero_are_refused(scale, extras):
-    q, calls, rotary = long_step()
-    blocks = block_spans.load(64, torch.float32).blocks(calls, 6, rotary.rotations)
-    with pytest.raises(ValueError, match=r"cpu-block-spans .* does not cap scores"):
-        blocks.attend(q, LAYER, scale, extras)
+class TestBlockSpans(BlockKernelTests):
+    pass
 
 
 # ---- where it is used

@@ -14,8 +14,7 @@ from spans_kit import (
     CPU,
     LAYER,
     LAYERS,
-    UNREADABLE_QUERIES,
-    UNREADABLE_SPANS,
+    BlockKernelTests,
     covered,
     exact,
     in_bf16,
@@ -23,8 +22,9 @@ from spans_kit import (
     miswritten,
     needs_compiler,
     steps,
+    threads,
 )
-from unit_kit import configured_threads, has_unit, needs_unit, on_both, threads
+from unit_kit import configured_threads, has_unit, needs_unit, on_both
 
 from mpic.kernels import block_tiles, c_kernel, cpu, instructions
 from mpic.kernels.attention import PLAIN, Extras, KVView, SpanCall, attend
@@ -123,24 +123,6 @@ def test_the_smallest_and_largest_heads_and_odd_ones(emulated, dim):
 
 
 @on_both
-def test_a_row_does_not_depend_on_the_rows_and_threads_beside_it(emulated):
-    q, calls, rotary = rounded(long_step())
-    whole = attended(emulated, q, calls, rotary)
-    alone = attended(emulated, q[:, 450:451], spans_kit.alone(calls, 450), rotary)
-    assert torch.equal(alone[0], whole[450])
-    for count in {1, 2, 5} - {torch.get_num_threads()}:  # blocks are cut by it, too
-        with threads(count):
-            assert torch.equal(attended(emulated, q, calls, rotary), whole)
-
-
-@on_both
-def test_scores_beyond_the_range_of_exponentials_give_neither_nan_nor_infinity(emulated):
-    out = attended(emulated, *rounded(spans_kit.beyond_exponentials()))
-    assert (out[2:] / 70 - 1).abs().max() < WEIGHT
-    assert (out[1] - 0.5).abs().max() < WEIGHT and out[0].eq(0).all()
-
-
-@on_both
 def test_any_token_of_a_tile_may_have_the_only_score_that_counts(emulated):
     """Row ``i`` scores 11,250 for token ``i``, and 0 for all others."""
     torch.manual_seed(5)
@@ -195,51 +177,19 @@ def test_a_sink_far_from_the_scores_takes_nothing_or_everything(emulated, sink):
     assert torch.equal(got, wanted)
 
 
-@on_both
-def test_a_row_that_a_window_hides_a_whole_chunk_from_keeps_what_it_has(emulated):
-    q, calls, rotary = rounded(spans_kit.hidden_chunk())
-    got = attended(emulated, q, calls, rotary)
-    assert torch.equal(got[6:], attended(emulated, q, calls[:1], rotary)[6:])
-    assert_near(got, exact_of_bf16(q, calls, rotary))
+@pytest.fixture(
+    params=[
+        pytest.param(True, id="emulated", marks=needs_compiler),
+        pytest.param(False, id="unit", marks=[needs_compiler, needs_unit]),
+    ]
+)
+def kernel(request):
+    load = lambda dim: block_tiles.load(dim, emulated=request.param)
+    return spans_kit.Subject(load, torch.bfloat16, torch.float32, TOLERANCE, WEIGHT)
 
 
-@on_both
-def test_rows_whose_window_hides_what_the_rows_before_them_see_first(emulated):
-    step = rounded(spans_kit.sliding_window())
-    assert_near(attended(emulated, *step), exact_of_bf16(*step))
-
-
-@on_both
-def test_fewer_and_smaller_heads_than_the_views_and_turning_last_dimensions(emulated):
-    q, calls, cut, rotary = spans_kit.small_heads()
-    got = attended(emulated, *rounded((q, calls, rotary)), kv_heads=2)
-    assert_near(got, exact_of_bf16(*rounded((q, cut, rotary))))
-
-
-@on_both
-@pytest.mark.parametrize("wrong", UNREADABLE_SPANS)
-def test_spans_that_it_cannot_read_are_refused_and_not_read(emulated, wrong):
-    call, heads = spans_kit.unreadable_span(wrong, torch.bfloat16, torch.float32)
-    with pytest.raises(ValueError, match=r"cpu-block-tiles .* cannot read a span"):
-        block_tiles.load(64, emulated=emulated).blocks([call], heads, Rotary(32).rotations)
-
-
-@on_both
-@pytest.mark.parametrize("wrong", UNREADABLE_QUERIES)
-def test_queries_that_it_cannot_read_are_refused_and_not_read(emulated, wrong):
-    q, calls, rotary = rounded(long_step())
-    blocks = block_tiles.load(64, emulated=emulated).blocks(calls, 6, rotary.rotations)
-    with pytest.raises(ValueError, match=r"cpu-block-tiles .* cannot read queries"):
-        blocks.attend(spans_kit.unreadable_queries(wrong, q, torch.float32), LAYER, 0.125)
-
-
-@on_both
-@pytest.mark.parametrize("scale, extras", [(0.125, Extras(30.0)), (0.0, PLAIN), (-0.125, PLAIN)])
-def test_a_softcap_and_a_scale_that_is_not_above_zero_are_refused(emulated, scale, extras):
-    q, calls, rotary = rounded(long_step())
-    blocks = block_tiles.load(64, emulated=emulated).blocks(calls, 6, rotary.rotations)
-    with pytest.raises(ValueError, match=r"cpu-block-tiles .* does not cap scores"):
-        blocks.attend(q, LAYER, scale, extras)
+class TestBlockTiles(BlockKernelTests):
+    pass
 
 
 # ---- torch beside it, whose threads it runs in

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rotation_kit import Rotary
+from spans_kit import in_bf16, needs_compiler
 
-from mpic.kernels import cpu, reference
-from mpic.kernels.attention import Extras, KVView, SpanCall, attend
+from mpic.kernels import block_spans, reference
+from mpic.kernels.attention import PLAIN, Extras, KVView, SpanCall
 from mpic.kernels.gathered import LEAST, calls_over
 from mpic.kernels.span import Span
 
@@ -61,43 +62,37 @@ def steps(draw):
             calls.append(SpanCall(rows, Span(fresh, 0, hi - lo), causal=hi - lo > 1, first=True))
             calls += calls_over(spans, lo, hi, total, in_blocks, gathers)
         total += hi - lo
-    extras = Extras(
-        draw(st.sampled_from([None, 0.8])), torch.randn(kv_heads * group) if draw(st.booleans()) else None
-    )
+    extras = Extras(None, torch.randn(kv_heads * group) if draw(st.booleans()) else None)
     return torch.randn(kv_heads * group, total, DIM), apart, together, extras
 
 
-def in_dtype(calls: list, dtype: torch.dtype) -> list:
-    """The calls over the same numbers in another dtype."""
-    moved = lambda span: span._replace(source=KVView(span.source.data.to(dtype)))
-    return [call._replace(span=moved(call.span)) for call in calls]
+def attended(q, calls, rotary, extras=PLAIN, layer=0, kv_heads=None):
+    kernel = block_spans.load(q.shape[2], q.dtype)
+    return kernel.blocks(calls, len(q), rotary.rotations, kv_heads).attend(q, layer, SCALE, extras)
 
 
+@needs_compiler
 @settings(max_examples=60, deadline=None)
 @given(step=steps(), interleaved=st.booleans())
 def test_equals_one_softmax_over_the_spans_one_by_one(step, interleaved):
     q, apart, together, extras = step
     rotary = Rotary(DIM // 4, interleaved)
     expected = reference.attend(q, apart, SCALE, rotary.rotation, extras=extras)
-    got = attend(q, together, SCALE, cpu.partial, rotary.rotation, extras=extras)
-    assert (got - expected).abs().max() < 1e-5
-    half = (q.bfloat16(), in_dtype(together, torch.bfloat16))
-    rounded = attend(*half, SCALE, cpu.partial, rotary.rotation, extras=extras)
+    assert (attended(q, together, rotary, extras) - expected).abs().max() < 1e-5
+    rounded = attended(q.bfloat16(), [in_bf16(call) for call in together], rotary, extras)
     assert (rounded - expected).norm() / expected.norm() < 2e-2
 
 
+@needs_compiler
 @pytest.mark.parametrize("dim", [16, DIM])
-def test_layers_with_fewer_or_smaller_heads_read_their_part_of_the_copy(dim):
+def test_layers_with_fewer_or_smaller_heads_read_their_part_of_the_slots(dim):
     view = KVView(torch.randn(2, 2, 3, 60, DIM))
     spans = cut(view, list(range(3, 58, 5)), 58, 7, 2, None)
     own = KVView(torch.randn(2, 2, 3, 20, DIM))
     first = SpanCall(slice(0, 20), Span(own, 0, 20), causal=True, first=True)
     apart, together = ([first, *calls_over(spans, 0, 20, 0, False, gathers)] for gathers in (False, True))
     q, rotary = torch.randn(4, 20, dim), Rotary(dim // 2)
-    one, other = (
-        attend(q, calls, SCALE, cpu.partial, rotary.rotation, layer=1, kv_heads=2)
-        for calls in (apart, together)
-    )
+    one, other = (attended(q, calls, rotary, layer=1, kv_heads=2) for calls in (apart, together))
     assert any(call.slots is not None for call in together)
     assert (one - other).abs().max() < 1e-5
 

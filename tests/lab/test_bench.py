@@ -57,7 +57,7 @@ HEADLINES = {
         for name in (*("shuffled", "images", "fresh", "new_images", "short", "again"), "decode1", "decode3")
     },
     "forms": {"batch1_form_over_free", "batch3_form_over_free"},
-    "start": {"ready_processor_seconds", "self_tested_processor_seconds", "ready_over_libraries"},
+    "start": {"ready_processor_seconds", "ready_over_libraries"},
     "decode": {
         f"batch{n}_{kind}"
         for n in (1, 3)
@@ -106,12 +106,10 @@ def starts(tmp_path_factory, monkeypatch):
         yield asked
 
 
-def test_a_server_is_started_with_self_tests_and_with_proofs_kept(starts, tmp_path, monkeypatch):
+def test_a_server_is_started_beside_the_libraries_alone(starts, tmp_path, monkeypatch):
     result = writes_all_that_it_promises("start", tmp_path, monkeypatch)
-    always, kept = starts
-    assert always[:4] == kept[:4] == ("--device", "cpu", "--dtype", "float32")
-    assert always[-2:] == ("--self-test", "always") and kept[-2:] == ("--self-test", "when-changed")
-    assert [row["table"] for row in result["rows"]] == ["until it is ready"] * 3
+    assert [flags[:4] for flags in starts] == [("--device", "cpu", "--dtype", "float32")]
+    assert [row["table"] for row in result["rows"]] == ["until it is ready"] * 2
 
 
 def test_the_list_and_the_help_name_every_bench():

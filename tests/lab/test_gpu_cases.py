@@ -13,7 +13,6 @@ from mpic.errors import ModelRefused
 from mpic.kernels import reference
 from mpic.kernels.attention import KVView, QueryRotation, SpanCall
 from mpic.kernels.span import Span
-from mpic.kernels.triton.tuning import look_up, read_table
 from mpic.model import selftest
 from mpic_lab.bench.harness import BenchDevice
 from mpic_lab.gpu import (
@@ -136,15 +135,10 @@ def prepared_calls(prepared, case):
             yield SpanCall(rows, Span(view, 0, case.keys, base=number + 1))
 
 
-def test_the_tuner_writes_a_table_that_can_be_read(tmp_path):
-    path = tmp_path / "tuned.json"
+def test_the_tuner_finds_one_of_the_candidates():
     block, single = ((16, 16, 4, 1), (16, 32, 4, 1)), ((16, 4, 1),)
-    for gpu in ("GPU A", "GPU B"):
-        kernel_times.tune(path, gpu, HERE, 32, 2, block, single, *CASES[:2], repeats=1)
-    table = read_table(path)
-    assert set(table["gpus"]) == {"GPU A", "GPU B"}
-    found = look_up(table, "GPU A", torch.float32, 32, 2)
-    assert found[:4] in block and found[4:7] in single and found.source == "tuned on GPU A"
+    best = kernel_times.tune(HERE, 32, 2, block, single, *CASES[:2], repeats=1)
+    assert best[0] in block and best[1] in single
 
 
 def test_the_checks_of_engines_and_models_pass_here(measured):

@@ -251,7 +251,7 @@ def test_kernels_that_cannot_be_compiled_are_a_refusal_with_the_reason(monkeypat
     """Triton raises errors of its own where there is no compiler, or too little shared memory."""
     loaded = family("llama").loaded
     monkeypatch.setattr(launch, "available", lambda device: True)
-    monkeypatch.setattr(tuning, "tiles_for", lambda device, dtype, dim, group: tuning.defaults(dtype, dim))
+    monkeypatch.setattr(tuning, "tiles_for", lambda device, dtype, dim: tuning.defaults(dtype, dim))
     fails = Mock(side_effect=RuntimeError("Failed to find C compiler"))
     monkeypatch.setattr(TritonAttention, "_warm_up", fails)
     with pytest.raises(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,20 +12,18 @@ import transformers as tf
 from families import TEXT, make_model
 from fused_kit import DTYPES, FAMILIES, loaded_model, needs_fused
 from processors import compiled_for
+from spans_kit import threads
 from torch import nn
-from unit_kit import threads, use_emulated_unit
+from unit_kit import use_emulated_unit
 
-from mpic.errors import ModelRefused
 from mpic.kernels import c_kernel, decoder, linear, linear_tiles, stream
 from mpic.kernels.attention import SpanCall
 from mpic.kernels.span import Span
 from mpic.kernels.writes import RowWrites
 from mpic.kv.pool import Pool
-from mpic.model import program_proof
 from mpic.model.hooks import Step
 from mpic.model.program import NOTE
-from mpic.model.program_proof import TOLERANCE, find_program, prove_program
-from mpic.model.proofs import Proofs
+from mpic.model.program_proof import TOLERANCE
 from mpic.model.quantize import quantize_weights
 from mpic.model.structure import RowInputs
 
@@ -281,23 +278,6 @@ def test_a_kernel_that_computes_something_else_is_found_and_not_used(what, tmp_p
     finally:
         decoder.load.cache_clear()
     assert loaded.program is None and "differs from the model's own" in loaded.info.details[NOTE]
-
-
-def test_a_proof_that_is_kept_is_not_repeated_and_a_failure_is_not_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr("mpic.model.proofs.subject", lambda loaded, test: test)
-    tmp_path.chmod(0o700)
-    loaded, path = loaded_model(), tmp_path / "self-tests.json"
-    difference = program_proof.difference
-    monkeypatch.setattr(program_proof, "difference", Mock(side_effect=ModelRefused("it differs")))
-    for _ in range(2):
-        prove_program(loaded, find_program(loaded), Proofs(path))
-        assert loaded.program is None and loaded.info.details[NOTE] == "it differs"
-    assert program_proof.difference.call_count == 2 and not path.exists()
-    monkeypatch.setattr(program_proof, "difference", Mock(side_effect=difference))
-    for _ in range(2):
-        prove_program(loaded, find_program(loaded), Proofs(path))
-        assert loaded.program is not None and loaded.info.details[NOTE] == ""
-    assert program_proof.difference.call_count == 1
 
 
 def test_weights_that_do_not_fit_together_are_refused(llama):

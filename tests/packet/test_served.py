@@ -14,7 +14,7 @@ from mpic.library import Limits, decode_image
 from mpic.link import parse_policy
 from mpic.packet.adapter import PLACE
 from mpic.prompt import ChatTemplate, build_prompt
-from mpic.prompt.inline import InlineResolver
+from mpic_lab.eval.resolve import LocalResolver
 from mpic_lab.generator.client import data_url
 
 
@@ -30,7 +30,7 @@ def test_a_bundled_model_answers_over_packets(folder):
     try:
         assert (folder / PLACE).exists() and {"packet", "packet-K"} <= set(engine.policies())
         template = ChatTemplate(processor)
-        resolver = InlineResolver(template, lambda data: decode_image(data, Limits()), "local")
+        resolver = LocalResolver(template, "local")
         question = "What is the colour of the ring in image LOUVRE2025?"  # the README's
         parts = [picture("EIFFEL2025"), picture("LOUVRE2025"), {"type": "text", "text": question}]
         prompt = build_prompt([{"role": "user", "content": parts}], template, resolver, [])

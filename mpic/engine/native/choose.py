@@ -13,7 +13,6 @@ from mpic.errors import ModelRefused
 from mpic.kv.pool import Pool
 from mpic.model.loaded import LoadedModel
 from mpic.model.program import NOT_STREAM, NOTE
-from mpic.model.proofs import Proofs
 from mpic.model.selftest import self_test
 
 log = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ def executor_for(
     return executor
 
 
-def choose_attention(model: LoadedModel, name: str, proofs: Proofs) -> None:
+def choose_attention(model: LoadedModel, name: str) -> None:
     """Select the attention of a model that has passed its self-test with torch's, and has it pass with the selected.
 
     ``auto`` is Triton's for a model in half precision on CUDA: on an H100 a link over ten images had its first token 4
@@ -62,14 +61,13 @@ def choose_attention(model: LoadedModel, name: str, proofs: Proofs) -> None:
         return
     try:
         model.choose_attention("triton" if name == "auto" else name)
-        proofs.error_of(model, "text", self_test)
+        self_test(model)
     except ModelRefused as error:
         if name != "auto":
             raise
         log.warning("torch's attention serves instead of Triton's, several times slower: %s", error.message)
         model.choose_attention("auto")
         model.info.details["attention_note"] = error.message
-    model.info.details["self_test"] = proofs.summary
 
 
 def graphs_beside(attention: str, cuda_graphs: str) -> str:

@@ -12,7 +12,6 @@ left alone.
     files/<hash of owner>/owner.json                the sidecar of a user with quotas
     kv/<model, 12 digits>/<hash of owner>/<digest>.safetensors    a compiled chunk
     calibrations/<model, 16 digits>-<type of KV>.json    what reuse costs a model (``mpic.server.auto``)
-    self-tests.json                                 self-tests that have passed (``mpic.model.proofs``)
     tmp/<24 digits>.tmp                             an upload that is being received
 """
 

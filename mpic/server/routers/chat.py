@@ -244,7 +244,7 @@ def prepare(
     search = None
     if options.mode == "off":
         values = state.config.server.max_body_values
-        prompt = build_prompt(messages, state.template, resolver, tools, user, values, handles)
+        prompt = build_prompt(messages, state.template, resolver, tools, values, handles)
     else:
         searcher = retrieval.Searcher(state.retriever, options, press or state.config.engine.press)
         query = retrieval.query_of(messages, _resolver(state, user), Handles(handles.on))

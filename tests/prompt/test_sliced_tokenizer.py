@@ -16,21 +16,37 @@ from mpic.errors import ContextLengthExceeded
 from mpic.prompt import sliced_tokenizer
 from mpic.prompt.bounds import Limit
 from mpic.prompt.guarded_tokenizer import Cut, GuardedTokenizer, Trusted
-from mpic.prompt.slicer import MOST, find_cut
+from mpic.prompt.sliced_tokenizer import MOST, SPACE
 
 NAMES = ("<image>", "<|end|>")
-CUT = {  # tokenizers whose texts are cut
+
+
+def looking(pattern: str | None) -> PreTrainedTokenizerFast:
+    """A tokenizer of words that a pattern finds, which may look around; None: of texts that are stripped."""
+    state = json.loads(demo().backend_tokenizer.to_str())
+    if pattern is None:
+        state["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}
+    else:
+        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        state["pre_tokenizer"]["pretokenizers"][0] = split
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)))
+
+
+CUT = {  # tokenizers whose texts are cut at spaces
     "demo": demo,
     "byte level": lambda: byte_level(*NAMES, bos="<s>"),
     "Llama 2": sentencepiece,
     "Llama 2, not legacy": lambda: sentencepiece(legacy=False),
 }
-WHOLE = {  # and those whose texts are not
+OTHERS = {
     "tokens of several words": lambda: metaspace(*NAMES),
     "unigram": lambda: unigram(*NAMES),
     "words": lambda: word_level(*NAMES),
+    "looking behind": lambda: looking(r"(?<=a) b"),
+    "looking for the ends": lambda: looking(r"^a|b$"),
+    "stripped": lambda: looking(None),
 }
-GUARDED = {kind: GuardedTokenizer(build(), "<image>") for kind, build in {**CUT, **WHOLE}.items()}
+GUARDED = {kind: GuardedTokenizer(build(), "<image>") for kind, build in {**CUT, **OTHERS}.items()}
 every = pytest.mark.parametrize("kind", GUARDED)
 
 
@@ -50,8 +66,8 @@ def same(kind, text):
 
 
 def test_which_tokenizers_get_their_texts_in_slices():
-    assert {kind for kind, guard in GUARDED.items() if guard.sliced.slicer.cuts} == set(CUT)
-    assert {kind for kind, guard in GUARDED.items() if guard.sliced.slicer.drops_space} == {"Llama 2"}
+    """What joins words is the vocabulary."""
+    assert {kind for kind, guard in GUARDED.items() if guard.sliced.joins} == {"tokens of several words"}
 
 
 @given(st.sampled_from(sorted(GUARDED)), TEXTS, st.integers(1, 40))
@@ -177,26 +193,5 @@ def test_what_nobody_waits_for_is_not_tokenized_to_the_end(monkeypatch):
         assert len(recorder.sizes) == 3
 
 
-@given(TEXTS)
-def test_a_cut_is_a_space_between_letters(text):
-    at, found = 0, []
-    while (at := find_cut(text, at + 1)) is not None:
-        found.append(at)
-    around = zip(text, text[1:], text[2:])
-    assert found == [i for i, (a, b, c) in enumerate(around, 1) if a.isalpha() and b == " " and c.isalpha()]
-
-
-@pytest.mark.parametrize("regex", [r"(?<=a) b", r"^a|b$", None])
-def test_a_tokenizer_that_looks_around_gets_its_texts_whole(regex):
-    state = json.loads(demo().backend_tokenizer.to_str())
-    if regex:
-        split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-        state["pre_tokenizer"]["pretokenizers"][0] = split
-    else:
-        state["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)))
-    assert not GuardedTokenizer(tokenizer).sliced.slicer.cuts
-
-
 def test_scripts_without_spaces_between_words_are_among_the_texts():
-    assert any(find_cut(script, 0) for script in SCRIPTS) and find_cut(LONG[2], 0) is None
+    assert any(SPACE.search(script) for script in SCRIPTS) and not SPACE.search(LONG[2])
