@@ -146,7 +146,7 @@ class DecoderLayers:
         self._refuse(weights)
         table = [[0 if w is None else w.data_ptr() for w in layer.flat] for layer in weights.layers]
         self._table = np.array(table, dtype=np.int64)
-        few, self._blocks = kernel.products.few, kernel.products.blocks
+        few, self._blocks = kernel.products.few, kernel.products.tiles
         widths = (self.hidden, self._heads * self.head_dim, self._inner)
         self._widest = max(widths)
         if self._blocks is not None and not all(map(self._blocks.takes, widths)):

@@ -1,7 +1,8 @@
 """The matrix products of linear layers on the CPU: chooses among the kernels, by the number of rows.
 
 Few rows are multiplied at the speed at which weights are read (``linear.py``), blocks of rows on a matrix unit where
-the processor has one for the dtype (``linear_tiles.py``), and all others by torch.
+the processor has one for the dtype (``linear_tiles.py``), as fp32 numbers where these are multiplied faster than bf16
+(``linear_widened.py``), and all others by torch.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from collections.abc import Sequence
 
 import torch
 
-from mpic.kernels import instructions, linear, linear_tiles
+from mpic.kernels import c_kernel, instructions, linear, linear_tiles, linear_widened
 from mpic.kernels.c_kernel import KernelUnavailable
 from mpic.kernels.linear import LinearKernel, Product
 from mpic.kernels.linear_tiles import LinearTilesKernel
+from mpic.kernels.linear_widened import WidenedKernel
+
+BlockProducts = LinearTilesKernel | WidenedKernel
 
 
 class Products:
@@ -26,8 +30,13 @@ class Products:
         blocks_note: why the processor's matrix unit for the dtype is not used; empty if it is or there is none.
     """
 
-    def __init__(self, few: LinearKernel, blocks: LinearTilesKernel | None, blocks_note: str = "") -> None:
+    def __init__(self, few: LinearKernel, blocks: BlockProducts | None, blocks_note: str = "") -> None:
         self.few, self.blocks, self.blocks_note = few, blocks, blocks_note
+
+    @property
+    def tiles(self) -> LinearTilesKernel | None:
+        """The kernel for a matrix unit, if that is the one for blocks."""
+        return self.blocks if isinstance(self.blocks, LinearTilesKernel) else None
 
     def takes(self, rows: int, inputs: int) -> bool:
         """Return whether a kernel multiplies so many rows of so many numbers faster than torch does."""
@@ -80,8 +89,11 @@ def load(dtype: torch.dtype) -> Products:
         KernelUnavailable: there is none; the message says why.
     """
     few = linear.load(dtype)
-    if dtype is not torch.bfloat16 or not instructions.unit():
+    if dtype is not torch.bfloat16:
         return Products(few, None)
+    withheld = c_kernel.why_no_unit() if instructions.unit() else ""  # from torch, too
+    if withheld or not instructions.unit():
+        return Products(few, None if instructions.fast_pairs() else linear_widened.load(), withheld)
     try:
         return Products(few, linear_tiles.load())
     except KernelUnavailable as error:

@@ -12,7 +12,7 @@ from processors import needs
 from spans_kit import needs_compiler
 
 from mpic.kernels import block_tiles, c_kernel, decoder, instructions, linear, linear_tiles, products
-from mpic.kernels.products import Products
+from mpic.kernels.products import BlockProducts, Products
 from mpic.model import own_modules
 
 needs_unit = needs("amx")
@@ -63,8 +63,14 @@ def has_unit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def use_emulated_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has models that are loaded from now on in bf16 multiply blocks of rows on a unit that is emulated."""
+    use_for_blocks(monkeypatch, linear_tiles.load(emulated=True))
+
+
+def use_for_blocks(monkeypatch: pytest.MonkeyPatch, kernel: BlockProducts | None) -> None:
+    """Has models that are loaded from now on in bf16 multiply blocks of rows with a kernel, or with torch, whatever
+    the processor would have."""
     dtype = torch.bfloat16
-    found = Products(linear.load(dtype), linear_tiles.load(emulated=True))
+    found = Products(linear.load(dtype), kernel)
     own = products.load
     monkeypatch.setattr(products, "load", lambda asked: found if asked is dtype else own(asked))
     for module, cached in ((decoder, "load"), (own_modules, "_kernels")):

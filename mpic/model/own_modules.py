@@ -66,7 +66,7 @@ class KernelsUsed(NamedTuple):
 
     Args:
         few: "cpu-linear", or "torch".
-        blocks: the same for blocks of rows: "cpu-linear-tiles", or "torch".
+        blocks: the same for blocks of rows: "cpu-linear-tiles", "cpu-linear-widened", or "torch".
         note: why ``few`` is torch; else empty.
         blocks_note: why ``blocks`` does not use the matrix unit that the processor has; else empty.
     """

@@ -7,7 +7,9 @@ from unittest import mock
 
 import pytest
 import torch
+from unit_kit import use_for_blocks
 
+from mpic.kernels import linear_widened
 from mpic.model.loaded import LoadedModel
 from mpic.model.selftest import self_test
 from mpic_lab.bench.harness import BenchDevice
@@ -71,6 +73,20 @@ def test_logits_in_bf16_are_those_of_the_same_weights_in_fp32_within_its_roundin
     wanted = _logits(fp32, "auto", policy)
     error = (_logits(bf16, attention, policy) - wanted).abs()
     assert error.max() < 0.06 * wanted.abs().max() and error.mean() < 0.012 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("policy", ["full", "mpic-16"])
+def test_products_of_widened_weights_are_no_further_from_fp32_than_torchs(models, policy, monkeypatch):
+    _, fp32 = models
+    taken, multiply = [], linear_widened.WidenedKernel._multiply
+    monkeypatch.setattr(
+        linear_widened.WidenedKernel, "_multiply", lambda *args: (taken.append(None), multiply(*args))
+    )
+    wanted, errors = _logits(fp32, "auto", policy), []
+    for blocks in (linear_widened.WidenedKernel(17), None):
+        use_for_blocks(monkeypatch, blocks)
+        errors.append((_logits(_made(), "auto", policy) - wanted).square().mean())
+    assert taken and errors[0] < 1.6 * errors[1], "both differ by roundings alone"
 
 
 @pytest.mark.skipif(

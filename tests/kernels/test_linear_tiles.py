@@ -208,32 +208,17 @@ def fresh(tmp_path, monkeypatch):
         load.cache_clear()
 
 
-WITHHELD = "the operating system does not let programs use the matrix unit"
-
-
 @needs_compiler
-@pytest.mark.parametrize(
-    ("dtype", "has_unit", "withheld", "note"),
-    [
-        (torch.bfloat16, False, "the processor has no matrix unit", ""),
-        (torch.bfloat16, True, WITHHELD, WITHHELD),
-        (torch.float32, True, "", ""),
-    ],
-)
-def test_without_a_unit_for_the_dtype_blocks_are_torchs_and_the_reason_is_told(
-    fresh, monkeypatch, dtype, has_unit, withheld, note
-):
-    monkeypatch.setattr(instructions, "unit", lambda: has_unit)
-    monkeypatch.setattr(c_kernel, "why_no_unit", lambda: withheld)
+def test_bf16_has_it_where_there_is_a_unit_and_other_dtypes_do_not(fresh, monkeypatch):
+    monkeypatch.setattr(instructions, "unit", lambda: False)
     with contextlib.suppress(linear.KernelUnavailable):
-        linear.load(dtype)
-        found = products.load(dtype)
-        assert found.blocks is None and found.blocks_note == note
-        x, by = some(100, 64).to(dtype), Product(some(40, 64, seed=1).to(dtype))
-        assert_exact(found(x, by), x, by)
-    if withheld:
-        with pytest.raises(linear.KernelUnavailable, match=withheld):
-            linear_tiles.load()
+        found = products.load(torch.bfloat16)
+        assert found.tiles is None and found.blocks_note == ""
+    with pytest.raises(linear.KernelUnavailable, match="no matrix unit"):
+        linear_tiles.load()
+    monkeypatch.undo()
+    with contextlib.suppress(linear.KernelUnavailable):
+        assert products.load(torch.float32).blocks is None
 
 
 @on_both
@@ -249,6 +234,17 @@ def test_blocks_of_rows_are_its_and_few_rows_or_odd_inputs_are_not(emulated):
     for rows in (5, 100):
         x, odd = some(rows, 63), Product(by.weight[:, :63].contiguous(), by.bias)
         assert_exact(found(x, odd), x, odd)
+
+
+@needs_compiler
+def test_without_the_systems_leave_blocks_are_multiplied_in_fp32_and_the_reason_is_told(fresh, monkeypatch):
+    withheld = "the operating system does not let programs use the matrix unit"
+    monkeypatch.setattr(instructions, "unit", lambda: True)
+    monkeypatch.setattr(c_kernel, "why_no_unit", lambda: withheld)
+    found = products.load(torch.bfloat16)
+    assert found.blocks.name == "cpu-linear-widened" and found.blocks_note == withheld
+    x, by = some(100, 64), Product(some(40, 64, seed=1))
+    assert_exact(found(x, by), x, by)
 
 
 BROKEN = {
