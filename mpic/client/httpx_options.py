@@ -78,7 +78,7 @@ def client_options(
         "headers": headers,
         "timeout": _timeout(timeout),
         "limits": LIMITS,
-        "trust_env": httpx.URL(url).host not in LOCAL_HOSTS,  # a proxy cannot reach this machine's loopback addresses
+        "trust_env": httpx.URL(url).host not in LOCAL_HOSTS,  # a proxy cannot reach this machine
     }
 
 

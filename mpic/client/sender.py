@@ -46,7 +46,7 @@ class Sender(Generic[IO]):
                     try:
                         message = http.build_request(request.method, request.path, **options)
                         if isinstance(body := options.get("content"), BodyStream):
-                            message.stream = body  # otherwise httpx takes it for a body that only ``MPIC`` can send
+                            message.stream = body  # otherwise httpx accepts it from ``MPIC`` only
                     except (ValueError, httpx.InvalidURL) as exc:
                         raise unsendable(request, exc) from exc
                     outcome = await self.io.send(message, stream)
