@@ -120,8 +120,8 @@ def _run(
         metadata["ranks"] = f"{parallel.tensor_parallel_size} {parallel.pipeline_parallel_size}"
         written = writer.submit(_write, path, tensors, metadata)
         if parallel.pipeline_parallel_size == 1:
-            # on a slow disk the next prompts then keep their blocks, so that no KV piles up in host memory; pipeline
-            # stages wait for reads, so reads must not wait for the disk
+            # wait for the disk: the next prompts keep their blocks that long, so that no KV piles up in host memory.
+            # Steps of several pipeline stages wait for reads, so there a read must not wait for the disk
             written.result()
 
 
