@@ -117,7 +117,7 @@ class Evaluator:
         )
 
     def loaded(self, engine: Engine) -> None:
-        """Called once the engine is loaded, before any question."""
+        """Do further work once the engine is loaded, before any question; a hook for subclasses."""
 
     def policies_of(self, task: str) -> Sequence[str]:
         """Return the policies that answer the next question of a task."""
