@@ -94,7 +94,7 @@ class VectorIndex:
                 options["sel"] = faiss.IDSelectorBatch(np.asarray(among, np.int64))
             row = np.ascontiguousarray(query[None], np.float32)
             ways = [faiss.SearchParameters(**options)]
-            if _is_ivf(index):  # all lists where the ids are given, or where the nearest ones have too few
+            if _is_ivf(index):  # all lists if ids are given or the nearest hold too few
                 lists = [index.nlist] if among is not None else [index.nprobe, index.nlist]
                 ways = [faiss.SearchParametersIVF(nprobe=n, **options) for n in lists]  # ty: ignore[unknown-argument] (faiss adds it at import)
             for way in ways:

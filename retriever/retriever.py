@@ -190,7 +190,7 @@ class Retriever:
             if self._closed or self._guesses >= MAX_GUESSES:
                 return
             self._guesses += 1
-            started = self._guessing.submit(work, *args)  # under the lock, so that no close comes between
+            started = self._guessing.submit(work, *args)  # under the lock, so that close cannot intervene
         started.add_done_callback(self._guessed)
 
     def _guessed(self, done: Future[None]) -> None:

@@ -99,7 +99,7 @@ class ServedLogins:
         self._clients.clear()
 
     def _client(self, key: Key | None) -> AsyncMPIC:
-        from mpic.client import AsyncInProcess, AsyncMPIC  # the first visitor needs it, not the start
+        from mpic.client import AsyncInProcess, AsyncMPIC  # needed by the first visitor, not at the start
 
         name = key.prefix if key else ""
         if name not in self._clients:

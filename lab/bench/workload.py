@@ -282,7 +282,7 @@ def engine_for(
     Raises:
         ModelRefused: the model cannot be served with these options.
     """
-    from mpic.config import EngineConfig  # needs what the bare machine of a GPU report may lack
+    from mpic.config import EngineConfig  # needs packages that a GPU report's machine may lack
 
     placement = model.placement
     token_bytes = model.decoder.token_bytes(torch.float16 if "kv_dtype" in options else placement.dtype)

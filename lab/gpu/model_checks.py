@@ -55,7 +55,7 @@ def self_tests(run: SectionRun) -> None:
                 f"{model.name}, {str(context.placement.dtype).removeprefix('torch.')}",
                 attention,
                 functools.partial(_self_test, loaded, attention),
-                MOST * TOLERANCE[context.placement.dtype],  # beyond less, the test itself refuses
+                MOST * TOLERANCE[context.placement.dtype],  # the self-test already refuses smaller errors
                 "relative error",
             )
         del loaded

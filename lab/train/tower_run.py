@@ -170,7 +170,7 @@ class Stage(ABC):
             for name, p in self.parameters.items():
                 p.copy_(tensors[name])
         for name, p in self.parameters.items():
-            if f"adam.step.{name}" in tensors:  # what the loss does not depend on has no state
+            if f"adam.step.{name}" in tensors:  # parameters without a gradient have no state
                 keys = ("step", "exp_avg", "exp_avg_sq")
                 self.optimizer.state[p] = {key: tensors[f"adam.{key}.{name}"] for key in keys}
 

@@ -200,7 +200,7 @@ class ChunkCompiler:
                 raise EngineStopped("the engine was stopped")
             work = asyncio.create_task(self._compile(chunk, key, prompt, arrived))
             task = self._tasks[key] = CompileTask(work, arrived)
-            work.add_done_callback(lambda done: self._tasks.pop(key).end())  # before any caller goes on
+            work.add_done_callback(lambda done: self._tasks.pop(key).end())  # runs before any caller resumes
         task.waiting += 1
         task.own_file |= own_file
         try:
@@ -252,7 +252,7 @@ class ChunkCompiler:
     async def _remove(self, folder: Path) -> None:
         try:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-        except RuntimeError:  # the system gives no thread; an error here would hide what the compile came to
+        except RuntimeError:  # no thread available; raising would hide the compile's result
             shutil.rmtree(folder, ignore_errors=True)
 
     def _check(self, chunk: Chunk, key: KVKey, inputs: ChunkInputs) -> None:

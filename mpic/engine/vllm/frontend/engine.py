@@ -308,7 +308,7 @@ class VLLMEngine(Engine):
     def _ended(self, active: Request, done: asyncio.Task[None]) -> None:
         del self._active[active]
         self.tombstones.end(active.arrived)
-        if done.cancelled():  # it was cancelled before its first step; later it ends its stream itself
+        if done.cancelled():  # cancelled before its first step; later, it ends its stream itself
             active.cancelled()
 
     def _abort(self, active: Request) -> None:

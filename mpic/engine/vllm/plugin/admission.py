@@ -155,8 +155,8 @@ class Admission:
         self._patience, self._most_rows, self._soft = patience, most_rows, soft
         self._image_ids = _image_ids(config)
         self._tracked: dict[str, TrackedRequest] = {}
-        self._admitted: dict[str, int] = {}  # claimed tokens, between allocation and the step's instructions
-        self._unfinished: dict[str, TrackedRequest] = {}  # admitted, prompt not computed to its end
+        self._admitted: dict[str, int] = {}  # claimed tokens, until the step's instructions
+        self._unfinished: dict[str, TrackedRequest] = {}  # admitted, prompts not fully computed
         self._failed: dict[str, TrackedRequest] = {}  # requests to end with the scheduler's next update
         self._exports: set[str] = set()  # requests whose blocks are kept until the workers have read them
         self.manager: KVCacheManager
@@ -237,7 +237,7 @@ class Admission:
 
     @_contained
     def _claim(self, tracked: TrackedRequest, hit: int) -> int | None:
-        if hit >= tracked.order.length:  # preempted while it answered, and its whole prompt is still there
+        if hit >= tracked.order.length:  # preempted while it answered; its prompt is still cached
             return 0
         if tracked.hit is not None:  # it was preempted: it starts again, ahead of others
             self._withdraw(tracked)

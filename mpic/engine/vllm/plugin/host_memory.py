@@ -315,7 +315,7 @@ class HostMemory:
         file.close()
 
     def _read_kv(self, chunk: CachedFile) -> None:
-        file = self._open(chunk, inputs=False)  # it was not kept open: many chunks may wait at once
+        file = self._open(chunk, inputs=False)  # reopened, because many chunks may wait at once
         shape = self._expected.shape.extent(chunk.tokens)
         allocate = PAGE_LOCKED.empty if self._pinned_memory else torch.empty
         kv = allocate(shape, dtype=self._expected.dtype)

@@ -71,7 +71,7 @@ class Buffer:
 
     def __init__(self, device: torch.device, copies: Copies | CopiesAtOnce, size: int) -> None:
         self._copies = copies
-        self._mark: Any = None  # of the latest copy from the page-locked memory, which may still read it
+        self._mark: Any = None  # of the latest copy, which may still read page-locked memory
         with torch.inference_mode(False):  # else only inference mode could write it
             self._device = torch.empty(size, dtype=torch.uint8, device=device)
 

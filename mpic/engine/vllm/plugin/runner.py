@@ -253,7 +253,7 @@ class LinkRunner:
             return
         seconds = time.perf_counter() - begin
         total = sum(write.count for _, write in writes)
-        for request, write in writes:  # all were placed together: a request's share is that of its tokens
+        for request, write in writes:  # placed together: divide the time by tokens
             share = seconds * write.count / total
             if request in self.report.placed:
                 self.report.placed[request] += share

@@ -127,7 +127,7 @@ class SharedChunks:
         try:
             return self._pin(request, wanted)
         finally:
-            self._pool.free_blocks(reversed(hits))  # as vLLM frees them: the last one goes first
+            self._pool.free_blocks(reversed(hits))  # in vLLM's order: the last block first
 
     def _pin(self, request: str, wanted: Sequence[tuple[ChunkRef, CachedFile | None]]) -> bool:
         self.release(request)
