@@ -6,7 +6,7 @@ The samples are described by the ``manifest.json`` of their folder (``data/sampl
      "questions": [{"id": "one-image", "kind": "image", "expected": "red",
                     "messages": [{"role": "user", "content": "Which colour has IMAGE#TOWER?"}]}, ...]}
 
-Every policy has a user of its own, so that it meets an empty prefix cache and compiled chunks that are on disk alone:
+Every policy has a user of its own, so that it meets an empty prefix cache and compiled chunks that are on disk only:
 the server is started once for the uploads and once more for the questions. Every question is asked, and then every
 question again.
 
@@ -49,7 +49,7 @@ class StartFailed(MPICError):
 
 
 class ServerProcess(NamedTuple):
-    """A running server: the id of its process, its address, and the file of what it writes to stderr."""
+    """A running server: the id of its process, its address, and the file with its stderr."""
 
     pid: int
     url: str
@@ -183,13 +183,13 @@ def server_process(data_dir: Path, *flags: str) -> Iterator[ServerProcess]:
         flags: options of ``mpic serve``.
 
     Yields:
-        The server, as soon as it has told its address.
+        The server, as soon as it has announced its address.
 
     Raises:
         StartFailed: it ended or printed nothing; the message holds the end of its log.
     """
     serve = ["-m", "mpic.cli", "serve", "--port", "0", "--json", "--data-dir", str(data_dir)]
-    command = [sys.executable, "-P", *serve, *flags]  # -P: the working folder has no modules for it
+    command = [sys.executable, "-P", *serve, *flags]  # -P: import no modules from the working folder
     log_path = data_dir / "server.log"
     with log_path.open("ab") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)

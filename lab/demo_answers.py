@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 PASSES = ("first", "again")
 WARM = "warm"
-"""The turns: common questions are asked twice, those of the headline when everything is warm."""
+"""The rounds: common questions are asked twice, those of the headline once everything is warm."""
 EIGHT_IMAGES = "eight-images"
 """The kind of the headline's questions in the manifest."""
 BASELINE, MUST_BE_RIGHT = "prefix", "mpic-16"
-"""The policies of the headline; the demo fails where the second one misses an answer."""
+"""The policies of the headline; the demo fails if the second one misses an answer."""
 
 
 @dataclass(frozen=True)

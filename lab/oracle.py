@@ -119,7 +119,7 @@ class StockOracle:
         stock: an unhooked model (its attention implementation is switched as needed).
         mrope: 3 for models with M-RoPE, else 1.
         types: its processor's types of tokens; None if the model has no such types.
-        stand_ins: the tokens whose embeddings the layers look up in place of those of other tokens.
+        stand_ins: for some tokens, the token whose embedding the layers look up instead.
     """
 
     def __init__(

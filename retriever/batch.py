@@ -23,10 +23,10 @@ PROBES = {"image": Image.new("RGB", (64, 64), "gray"), "text": "a"}
 
 def embed_each(embedder: Embedder, kind: Kind, contents: Sequence[Any]) -> list[np.ndarray | MPICError]:
     """Embed images or texts, together if that works. Return for each a vector ``[dimension]`` fp32 or an error:
-    EmbeddingFailed, or OutOfMemory if it may succeed later.
+    EmbeddingFailed, or OutOfMemory if a later attempt may succeed.
 
     Raises:
-        Exception: any error of an embedder that does not work at all.
+        Exception: any error of an embedder that fails even on ``PROBES``.
     """
     embed = embedder.images if kind == "image" else embedder.texts
     try:
@@ -58,7 +58,7 @@ class Failures:
                 self._errors.pop(reference, None)
 
     def listing(self) -> list[dict[str, str]]:
-        """Return ``id``, ``code`` and ``message`` of each, oldest first."""
+        """Return ``id``, ``code`` and ``message`` of each failed reference, oldest first."""
         with self._lock:
             return [
                 {"id": id, "code": getattr(error, "code", "unreadable"), "message": str(error)}

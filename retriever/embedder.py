@@ -15,10 +15,10 @@ from mpic.errors import EmbedderUnavailable
 
 BATCH = 64
 CONTEXT = 77
-"""Context, in tokens, of a CLIP whose tokenizer does not state it."""
+"""Context length in tokens, assumed for a CLIP whose tokenizer does not state it."""
 HEAD, TOKEN_CHARS = 1 << 16, 64
-"""Most characters of a text that are read, and most that one token is assumed to stand for. The tokenizers of open_clip
-process a whole text, for minutes if it is a book, before they cut it to the context."""
+"""Maximum characters of a text that are read, and maximum characters that one token is assumed to stand for.
+open_clip's tokenizers process a whole text, for minutes if it is a book, before they cut it to the context."""
 
 
 class EmbedderName(NamedTuple):
@@ -69,8 +69,8 @@ class Embedder:
         return self._run(seen, name, lambda part: model.encode_text(tokenize(list(part)).to(self.device)))
 
     def count(self, text: str) -> tuple[int, int]:
-        """Return the tokens of a text, and the most that the model reads. A text that is too long by its length alone
-        is not counted: its characters are returned.
+        """Return the number of a text's tokens, and the maximum that the model reads. A text with too many characters
+        is not tokenized: the number of its characters is returned instead.
 
         Raises:
             EmbedderUnavailable: there are no weights.
@@ -142,7 +142,7 @@ class Embedder:
 
 
 def beginning(text: str, most: int) -> str:
-    """Return the first ``most`` characters of a text; white space in a longer one is reduced first."""
+    """Return the first ``most`` characters of a text; runs of white space in a longer text are collapsed first."""
     if len(text) <= most:
         return text
     return " ".join(text.lstrip()[:HEAD].split())[:most]

@@ -1,11 +1,11 @@
 """Nearest neighbours by inner product, changed in place while others search.
 
-The search is exact (``IndexIDMap2(IndexFlatIP)``) up to ``APPROXIMATE_FROM`` vectors. From there on it is IVF, which
-looks only into the share ``SEARCHED`` of its lists whose centres are nearest. (faiss cannot remove from HNSW.)
+The search is exact (``IndexIDMap2(IndexFlatIP)``) up to ``APPROXIMATE_FROM`` vectors. Above that it uses IVF, which
+searches only the share ``SEARCHED`` of its lists whose centres are nearest. (faiss cannot remove from HNSW.)
 
-There are two copies (left and right). Readers use the published one; a writer changes the other, publishes it, waits
-until the first has no readers, and then changes that, too. A reader therefore never waits and never sees half a change;
-the price is twice the memory.
+There are two copies (left and right). Readers use the published copy; a writer changes the other, publishes it, waits
+until the first has no readers, and then changes that as well. A reader therefore never waits and never sees half a
+change; the price is twice the memory.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from mpic.retriever.words import Neighbour
 
 APPROXIMATE_FROM = 100_000
 SEARCHED = 1 / 8
-"""Share of its lists that IVF looks into."""
+"""Share of its lists that IVF searches."""
 TRAINED_ON = 64
-"""Vectors, for each list, that its centre is found from."""
+"""Number of vectors per list from which the centres are computed."""
 
 
 class _IndexCopy:
@@ -42,7 +42,8 @@ class VectorIndex:
     Args:
         dimension: dimension of the vectors.
         approximate_from: number of vectors from which the search is approximate; 0: never.
-        like: ``[n, dimension]`` fp32, as many and such vectors as it is made for; None: few.
+        like: ``[n, dimension]`` fp32, a sample in the size and distribution of the vectors to come; None: few vectors
+            are expected.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class VectorIndex:
 
     @property
     def kind(self) -> str:
-        """Return what serves, in words."""
+        """Return a description of the index in use."""
         index: Any = self._shown.index
         if not _is_ivf(index):
             return "flat (exact)"
@@ -70,7 +71,7 @@ class VectorIndex:
 
     @property
     def outgrown(self) -> bool:
-        """Return whether so many vectors ask for an index made anew: another kind, or more lists."""
+        """Return whether this many vectors need a new index: of another kind, or with more lists."""
         size, index = len(self), self._shown.index
         if not _is_ivf(index):
             return size >= self.approximate_from
@@ -93,7 +94,7 @@ class VectorIndex:
                 options["sel"] = faiss.IDSelectorBatch(np.asarray(among, np.int64))
             row = np.ascontiguousarray(query[None], np.float32)
             ways = [faiss.SearchParameters(**options)]
-            if _is_ivf(index):  # all lists where the ids are given, or where the nearest ones have too few
+            if _is_ivf(index):  # all lists if ids are given or the nearest hold too few
                 lists = [index.nlist] if among is not None else [index.nprobe, index.nlist]
                 ways = [faiss.SearchParametersIVF(nprobe=n, **options) for n in lists]  # ty: ignore[unknown-argument] (faiss adds it at import)
             for way in ways:
@@ -105,7 +106,7 @@ class VectorIndex:
         return [Neighbour(id, score) for id, score in pairs]
 
     def put(self, ids: Sequence[int] | np.ndarray, vectors: np.ndarray) -> None:
-        """Add vectors, in place of those that have the same ids.
+        """Add vectors, replacing those with the same ids.
 
         Args:
             ids: distinct ids.
@@ -127,7 +128,7 @@ class VectorIndex:
         self._change(change)
 
     def remove(self, ids: Sequence[int]) -> int:
-        """Remove vectors; return how many of them were there."""
+        """Remove vectors; return how many of them existed."""
         known = [i for i in dict.fromkeys(ids) if i in self._shown.ids]
         if known:
             self._change(lambda side: _remove(side, known))
@@ -200,12 +201,12 @@ def _is_ivf(index: Any) -> bool:
 
 
 def _lists(size: int) -> int:
-    """Return the number of lists for so many vectors."""
+    """Return the number of lists for this many vectors."""
     return max(1, round(2 * math.sqrt(size)))
 
 
 def _trained(vectors: np.ndarray) -> faiss.IndexIVFFlat:
-    """Return an empty IVF index for such vectors."""
+    """Return an empty IVF index, trained on these vectors."""
     dimension = vectors.shape[1]
     index = faiss.IndexIVFFlat(
         faiss.IndexFlatIP(dimension), dimension, _lists(len(vectors)), faiss.METRIC_INNER_PRODUCT

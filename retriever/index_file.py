@@ -1,4 +1,4 @@
-"""The index on disk: a cache beside the catalogue that is verified whenever it is read."""
+"""The index on disk: a cache of the catalogue's vectors, verified whenever it is read."""
 
 from __future__ import annotations
 

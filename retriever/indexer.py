@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from mpic.retriever.vectors import Vectors
 
 BATCH_PIXELS = 4 << 20
-"""Images are embedded as soon as those that are decoded have this many pixels together."""
+"""A batch of images is embedded once they have this many pixels in total."""
 CATCH_UP = "catching up"
 log = logging.getLogger(__name__)
 
 
 class ReferenceIndexer:
-    """Embeds changed references, in batches, and is the only one that changes vectors. Thread-safe.
+    """Embeds changed references in batches, and is the only writer of vectors. Thread-safe.
 
     Args:
         library: opened; its references are kept indexed from now on.
@@ -46,8 +46,8 @@ class ReferenceIndexer:
         self._vectors: Vectors | None = None
         self._opening = threading.Lock()
         self._changes: OrderedDict[str, Change] = OrderedDict()
-        self._retries = Retries()  # references that are tried again
-        self._rests = Retries()  # catching up, while it waits after a failure
+        self._retries = Retries()  # references to try again
+        self._rests = Retries()  # the catch-up, while it waits after a failure
         self._work = threading.Condition()
         self._busy = self._stopping = self._catching_up = False
         self._after = ""
@@ -56,7 +56,7 @@ class ReferenceIndexer:
         self._worker.start()
 
     def opened(self) -> Vectors:
-        """Return the vectors, which are opened when they are first needed. Raise EmbedderUnavailable."""
+        """Return the vectors; open them on first use. Raise EmbedderUnavailable."""
         with self._opening:
             if self._vectors is None:
                 from mpic.retriever.vectors import Vectors  # imports faiss, which a start does not need
@@ -80,7 +80,7 @@ class ReferenceIndexer:
 
     def reindex(self) -> None:
         """Embed every reference that has no vector of this embedder, in the background. It continues where an earlier
-        run stopped; ``status`` tells the progress."""
+        run stopped; ``status`` reports the progress."""
         self.opened()
         with self._work:
             self._catching_up, self._after, self.problem = True, "", None
@@ -126,7 +126,7 @@ class ReferenceIndexer:
                 self._vectors.close()
 
     def _changed(self, change: Change) -> None:
-        """Queue a change, which the library reports after its commit."""
+        """Queue a change; the library calls this after its commit."""
         with self._work:
             self._changes[change.reference.id] = change
             self._work.notify_all()
@@ -151,8 +151,8 @@ class ReferenceIndexer:
                     retries.failed(names)
 
     def _next(self) -> list[str] | None:
-        """Wait for work. Return the ids of references that have changed or are tried again; none to catch up; None to
-        stop."""
+        """Wait for work. Return the ids of references that have changed or are to be tried again, an empty list to
+        catch up, or None to stop."""
         with self._work:
             self._busy = False
             self._work.notify_all()
@@ -170,7 +170,7 @@ class ReferenceIndexer:
 
     def _apply(self, ids: Sequence[str]) -> None:
         """Bring the vectors of changed references up to date. Two threads that change one reference may report in
-        either order, so its state now is used."""
+        either order, so the current state decides."""
         current = self.library.references.many(ids)
         for id in set(ids) - {reference.id for reference in current}:
             if self._vectors is not None:
@@ -195,7 +195,7 @@ class ReferenceIndexer:
         self._embed(self.library.references.many(ids))
         with self._work:
             self._rests.forget([CATCH_UP])
-            if self._after != after:  # reindex was called meanwhile: from the start
+            if self._after != after:  # reindex was called meanwhile: begin again
                 return
             if ids:
                 self._after = ids[-1]
@@ -203,8 +203,8 @@ class ReferenceIndexer:
                 self._catching_up = False
 
     def _add_words(self, vectors: Vectors) -> None:
-        """Index the words of references that have a vector already: of an earlier version's library, or where the index
-        of words was lost."""
+        """Index the words of references that already have a vector: those from an earlier version's library, or after
+        the index of words was lost."""
         rows = vectors.rows.some(vectors.wordless[:BATCH])
         current = {
             (r.id, r.version): r for r in self.library.references.many({id for id, *_ in rows.values()})
@@ -218,8 +218,8 @@ class ReferenceIndexer:
             self._work.notify_all()
 
     def _embed(self, references: Sequence[Reference]) -> None:
-        """Embed references, commit the vectors, then show them. A reference that cannot be read or embedded is left
-        without a vector."""
+        """Embed references, commit the vectors, then make them searchable. A reference that cannot be read or embedded
+        is left without a vector."""
         if not references:
             return
         opened = self.opened()
@@ -240,14 +240,14 @@ class ReferenceIndexer:
             self._settled([reference.id for reference in kept])
 
     def _settled(self, ids: Sequence[str]) -> None:
-        """Forget that references have failed."""
+        """Clear the recorded failures of references."""
         self._failed.forget(ids)
         with self._work:
             self._retries.forget(ids)
 
     def _read(self, references: Sequence[Reference]) -> Iterator[list[tuple[Reference, Any]]]:
-        """Yield references with their contents, in batches of few large images or many small ones. The caller empties
-        a batch before it takes the next."""
+        """Yield references with their contents, in batches of few large images or many small ones. The caller must
+        empty a batch before it takes the next."""
         batch: list[tuple[Reference, Any]] = []
         pixels = 0
         for reference in references:
@@ -277,7 +277,7 @@ class ReferenceIndexer:
 
     def _fail(self, reference: Reference, error: MPICError | OSError) -> None:
         """Record a reference that cannot be embedded. It is tried again if that may succeed. If its content is refused
-        for good, its old vectors are removed, because they would count as missing for ever."""
+        for good, remove its old vectors, because they would count as missing for ever."""
         log.warning("%s cannot be embedded: %s", reference.id, error)
         self.counters["unembeddable" if isinstance(error, EmbeddingFailed) else "unreadable"] += 1
         if passing(error):

@@ -1,4 +1,4 @@
-"""Failures that may pass are tried again, after pauses that grow."""
+"""Retries failures that may be temporary, after growing pauses."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 120.0  # seconds
 
 
 def passing(error: Exception) -> bool:
-    """Return whether an error may pass because it is not about the content: memory, a lock or a disk."""
+    """Return whether an error may be temporary, because its cause is memory, a lock or a disk and not the content."""
     return isinstance(error, (OSError, RateLimited, Unavailable))
 
 
 class Retries:
-    """Names of what has failed. After each failure a name waits twice as long as before. Not thread-safe.
+    """Names of failed items and their next attempts. After each failure a name waits twice as long as before. Not
+    thread-safe.
 
     Args:
-        clock: function that returns seconds, which never go back.
+        clock: monotonic clock, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -31,7 +32,7 @@ class Retries:
         return len(self._failures)
 
     def failed(self, names: Iterable[str]) -> None:
-        """Let these names wait for their next turn."""
+        """Record that these names failed; each waits for its next turn."""
         for name in names:
             before = self._failures.get(name, 0)
             self._failures[name] = before + 1
@@ -46,7 +47,7 @@ class Retries:
         return taken
 
     def forget(self, names: Iterable[str]) -> None:
-        """Drop what has succeeded, or is no longer wanted."""
+        """Drop names that have succeeded or are no longer wanted."""
         for name in names:
             self._failures.pop(name, None)
             self._due.pop(name, None)
@@ -57,5 +58,5 @@ class Retries:
 
 
 def soonest(*waiting: Retries) -> float | None:
-    """Return the seconds until the next turn of any, or None if nothing waits."""
+    """Return the shortest time in seconds until the next turn of any of these, or None if nothing waits."""
     return min((pause for one in waiting if (pause := one.pause()) is not None), default=None)

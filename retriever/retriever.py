@@ -1,9 +1,9 @@
 """The retriever finds references by text and images.
 
-The nearest vectors and the texts with the query's words are two lists, which are fused by rank: a place ``r``, counted
-from 1, is worth ``1 / (60 + r)``, and a reference gets the sum of its places (reciprocal rank fusion: Cormack, Clarke,
-Buettcher, SIGIR 2009). Captions seldom say all that a picture shows, so a picture's place among the words counts only
-where it is better than its place among the vectors, which counts twice otherwise.
+The nearest vectors and the texts with the query's words form two lists, which are fused by rank: rank ``r``, from 1,
+scores ``1 / (60 + r)``, and a reference gets the sum of its scores (reciprocal rank fusion: Cormack, Clarke, Buettcher,
+SIGIR 2009). Captions seldom describe all of a picture, so a picture's rank by words counts only if it is better than
+its rank by vectors; otherwise its rank by vectors counts twice.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ MAX_GUESSES = 4
 SEARCHES_WAITING = 16
 FUSION = 60
 DEPTH = 50
-"""Places of each list that are fused, at least."""
+"""Minimum number of ranks of each list that are fused."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Query:
-    """The object of a search: text, images, or both (their vectors are averaged).
+    """The query of a search: text, images, or both (their vectors are averaged).
 
     Args:
         images: each an image, or a function that decodes one. One is decoded at a time and dropped before the next.
@@ -54,8 +54,8 @@ class SearchHit(NamedTuple):
 
     Args:
         score: the cosine between its vector and the query's, -1 to 1.
-        words: its BM25 where the query's words found it, above 0; None otherwise.
-        found_by: the lists that it was in, ``vector`` and ``words``.
+        words: its BM25 score, above 0, if the query's words found it; None otherwise.
+        found_by: the lists that contained it, ``vector`` and ``words``.
     """
 
     reference: Reference
@@ -148,7 +148,7 @@ class Retriever:
             current = {
                 (r.id, r.version): r for r in self.library.references.many({r[0] for r in rows.values()})
             }
-            # what is missing is of an older version
+            # hits without a row belong to an older version
             found = [(id, current[row[:2]], row[2]) for id, row in rows.items() if row[:2] in current]
             pictures = "image" if words else None
             found.sort(
@@ -190,7 +190,7 @@ class Retriever:
             if self._closed or self._guesses >= MAX_GUESSES:
                 return
             self._guesses += 1
-            started = self._guessing.submit(work, *args)  # under the lock, so that no close comes between
+            started = self._guessing.submit(work, *args)  # under the lock, so that close cannot intervene
         started.add_done_callback(self._guessed)
 
     def _guessed(self, done: Future[None]) -> None:
@@ -225,7 +225,7 @@ class Retriever:
 
 
 def _places(found: Sequence[Neighbour]) -> dict[int, int]:
-    """Return the place of each id, counted from 1; equal scores share one."""
+    """Return the rank of each id, from 1; equal scores share a rank."""
     places: dict[int, int] = {}
     for at, (id, score) in enumerate(found):
         tied = at and score == found[at - 1].score
@@ -234,6 +234,6 @@ def _places(found: Sequence[Neighbour]) -> dict[int, int]:
 
 
 def _worth(place: int | None, by_words: int | None, picture: bool) -> float:
-    """Return what two places are worth together; None: not in that list."""
+    """Return the fused score of two ranks; None stands for a list without the reference."""
     worth, more = (0.0 if one is None else 1 / (FUSION + one) for one in (place, by_words))
     return worth + (max(worth, more) if picture else more)

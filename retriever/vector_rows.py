@@ -24,10 +24,10 @@ class StoredVector(NamedTuple):
     """A vector that was committed.
 
     Args:
-        at: its position among those that were given.
-        id: its id, which no vector has had before. Otherwise a search that still finds the vector before it in the
-            index would take its score for the new one's.
-        replaced: id of the vector before it, of an older version of the reference, or None.
+        at: its index among the given vectors.
+        id: its id, never used before. With a reused id, a search that still finds the previous vector in the index
+            would give its score to the new one.
+        replaced: id of the vector that it replaces, from an older version of the reference, or None.
     """
 
     at: int
@@ -84,7 +84,7 @@ class VectorRows:
         return gone
 
     def sweep(self) -> None:
-        """Delete the vectors of references that are gone, those of every embedder."""
+        """Delete every embedder's vectors of references that are gone."""
         with self._catalog.write() as db:
             if db.execute("DELETE FROM vectors WHERE reference NOT IN (SELECT id FROM refs)").rowcount:
                 self._revise(db)
@@ -123,7 +123,7 @@ class VectorRows:
         return [EmbedderName(*row) for row in rows]
 
     def some(self, ids: Sequence[int]) -> dict[int, tuple[str, int, np.ndarray]]:
-        """Return the reference, its version and the vector ``[dimension]`` fp32 for each of these ids that is there."""
+        """Return the reference, its version and the vector ``[dimension]`` fp32 for each of these ids that exists."""
         rows = self._catalog.read(
             "SELECT v.* FROM json_each(?) AS asked JOIN vectors v ON v.id = asked.value",
             json.dumps(list(ids)),
@@ -152,7 +152,7 @@ class VectorRows:
             if key in FIELDS:
                 terms.append(tests.format(f"r.{key}"))
                 values += operands
-            else:  # json_each knows a key however JSON escapes it; a path of json_extract does not
+            else:  # json_each matches a key however JSON escapes it; a json_extract path does not
                 terms.append(
                     "EXISTS (SELECT 1 FROM json_each(r.metadata) AS m "
                     f"WHERE m.key = ? AND {tests.format('m.atom')})"

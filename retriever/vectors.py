@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 
 
 class Outgrown(ValueError):
-    """The index in a file is no longer the kind that its size asks for."""
+    """Raised when the kind of index in the file no longer suits the number of vectors."""
 
 
 class Vectors:
-    """Vectors, opened from the index's file if that is usable, from the catalogue otherwise. One thread changes them,
+    """The vectors, loaded from the index's file if it is usable, otherwise from the catalogue. One thread changes them;
     any thread may search.
 
     Attributes:
@@ -75,7 +75,8 @@ class Vectors:
         return len(self.index)
 
     def put(self, references: Sequence[Reference], vectors: np.ndarray, words: Sequence[str]) -> int:
-        """Commit vectors, then show them; return how many of the references are still current and were kept.
+        """Commit vectors, then make them searchable; return how many of the references were still current and got their
+        vector.
 
         Args:
             vectors: ``[len(references), dimension]`` fp32 of length 1.
@@ -106,8 +107,8 @@ class Vectors:
             self.words.remove(left)
 
     def add_words(self, words: Sequence[tuple[int, str]], most: int) -> None:
-        """Add words by id, those that are found of the first ``most`` of ``wordless``, which are done with then."""
-        assert self.words is not None  # otherwise there are no wordless
+        """Take the first ``most`` ids of ``wordless``, and add the words found for them."""
+        assert self.words is not None  # without an index of words, ``wordless`` is empty
         known = self.rows.some([id for id, _ in words])
         self.words.put(one for one in words if one[0] in known)
         del self.wordless[:most]
@@ -145,8 +146,8 @@ class Vectors:
             self.mismatch = self.rows.others()
 
     def _show(self, change: Callable[[], object]) -> None:
-        """Bring the index up to date with a change of the rows. If that fails, the index is made anew; if that fails
-        as well, the next change tries again."""
+        """Bring the index up to date with a change of the rows. If that fails, rebuild the index; if that fails as
+        well, the next change tries again."""
         if not self._diverged:
             try:
                 change()

@@ -1,5 +1,5 @@
-"""The words of references: a full-text index of SQLite (FTS5, ranked by its BM25) beside the vectors, and like their
-index a cache."""
+"""The words of references: a full-text index in SQLite (FTS5, ranked by its BM25). Like the index of vectors it is a
+cache."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from mpic.durable import FileSystem
 NAME = "the index of the references' words"
 ADVICE = "stop the server and delete the folder's index/*.words; the next start makes it anew"
 MOST_WORDS = 32
-"""Most words of a query that are searched for, the first ones."""
+"""Maximum words of a query that are searched for; later words are ignored."""
 UNSPACED = (
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
     "\U00020000-\U0003ffff]"
 )
-"""Letters of scripts that put no space between words: Thai, Lao, Burmese, Khmer, Japanese and Chinese. Each is a word
-of the index, and a query looks for every two that follow each other."""
+"""Letters of scripts that put no space between words: Thai, Lao, Burmese, Khmer, Japanese and Chinese. Each letter is a
+word of the index, and a query searches for every pair of adjacent letters."""
 TABLE = """CREATE VIRTUAL TABLE IF NOT EXISTS words
     USING fts5(text, tokenize = "unicode61 remove_diacritics 2 categories 'L* N* M* Co'")"""
 
 
 class Neighbour(NamedTuple):
-    """A vector or a text that was found: its id, and how well it suits the query."""
+    """A vector or text that was found: its id, and how well it matches the query."""
 
     id: int
     score: float
@@ -74,7 +74,7 @@ class Words:
         self._change("INSERT INTO words (rowid, text) VALUES (?, ?)", rows)
 
     def remove(self, ids: Iterable[int]) -> None:
-        """Remove texts; ids that have none are ignored."""
+        """Remove texts; ids without a text are ignored."""
         self._change("DELETE FROM words WHERE rowid = ?", [(id,) for id in ids])
 
     def search(self, text: str, most: int, among: np.ndarray | None = None) -> list[Neighbour]:
@@ -127,8 +127,8 @@ def available() -> bool:
 
 
 def query(text: str) -> str:
-    """Return the FTS5 query for any of the words of a text; empty if it has none. Only letters, digits and marks of the
-    text come into it, each word in quotes, so that nothing in it is an operator."""
+    """Return the FTS5 query for any of the words of a text; empty if it has none. The query contains only letters,
+    digits and marks of the text, with each word in quotes, so that nothing in it is an operator."""
     plain = "".join(c if unicodedata.category(c)[0] in "LNM" else " " for c in _normal(text))
     words: dict[str, None] = {}
     for run in re.findall(rf"{UNSPACED}+|(?:(?!{UNSPACED})\S)+", plain):
@@ -140,5 +140,6 @@ def query(text: str) -> str:
 
 
 def _normal(text: str) -> str:
-    """Return a text with one spelling of each letter, such as those of full width."""
+    """Return a text in which every letter has a single form, so that for example full-width letters match ordinary
+    ones."""
     return unicodedata.normalize("NFKC", text)

@@ -1,4 +1,4 @@
-"""What the page says about the server: its model, policies and savings; and the settings that the browser keeps."""
+"""Events that show the server's model, policies and savings, and the settings that the browser keeps."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _policy_table(menu: list[dict[str, Any]]) -> str:
 
 @told
 async def keep(settings: Any, request: gr.Request, *values: Any) -> Any:
-    """Return the settings that the browser keeps, with those of this user as they are now."""
+    """Return the settings for the browser to keep, updated with this user's current choices."""
     if values[0] is None:  # the page is not filled in yet
         return gr.skip()
     known = settings if isinstance(settings, dict) else {}
@@ -142,7 +142,7 @@ async def keep(settings: Any, request: gr.Request, *values: Any) -> Any:
 
 @told
 async def savings(days: int, scope: str, price: float, request: gr.Request) -> tuple[Any, Any, Any]:
-    """Return the sums, the bars of each day, and what was never reused."""
+    """Return the sums, the bars for each day, and the files that were never reused."""
     import pandas
 
     found = await client_of(request).savings(days=int(days), scope=scope)

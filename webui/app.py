@@ -16,18 +16,19 @@ from mpic.webui.library_events import LibraryEvents
 from mpic.webui.uploads import Uploads
 
 WAITING = 512
-"""Events of all users that may wait."""
+"""Maximum waiting events of all users."""
 QUIET: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
 RAW: dict[str, Any] = {**QUIET, "preprocess": False}
-"""Of events whose files are ours (``uploads.py``), not Gradio's."""
+"""Arguments of events whose files are handled by ``uploads.py`` and not by Gradio."""
 TAKE = """(value) => {
     const names = (value?.files || []).map((file) => file.path).join(' ');
     if (names && names !== window.mpicTaken) document.querySelector('#take').click();
     window.mpicTaken = names;
 }"""
-"""Adds files as soon as they are in the box; it changes twice when they come."""
+"""Adds files as soon as they are in the box; the box's value changes twice when files arrive."""
 AS_IT_IS = "(_, ...others) => [window.mpicPage(), ...others]"
-"""Gives an event the chat as the script has it: what that has just set may not have reached Gradio's state yet."""
+"""Passes an event the script's version of the chat, because the latest change may not have reached Gradio's state
+yet."""
 EMPTY = "() => ({ text: '', files: [] })"
 FONT = ["system-ui", "sans-serif"]
 
@@ -83,7 +84,7 @@ def build(uploads: Uploads) -> gr.Blocks:
     with gr.Blocks(title="MPIC", analytics_enabled=False, fill_height=True) as page:
         settings = gr.BrowserState(
             {}, storage_key="mpic-settings", secret="mpic"
-        )  # what it keeps is no secret
+        )  # the browser store holds no secrets
         timer = gr.Timer(1.5, active=False)
         with gr.Sidebar(width=290):
             gr.HTML("<h1>MPIC</h1>", js_on_load=None)

@@ -16,9 +16,9 @@ from mpic.webui.uploads import Sent
 
 HANDLE = re.compile(r"(?<![A-Za-z0-9_])(IMAGE|FILE)#([A-Za-z0-9_.\-]+)")
 DRAWN = 0.1
-"""Seconds between two states of an answer that are shown; each is a message with what has changed in the page."""
+"""Minimum seconds between updates of an answer; each update sends a message with the changes to the page."""
 FILES = 1000
-"""Files of a user that the page knows, the newest."""
+"""Maximum files of a user on the page; the newest are shown."""
 GUESSES = 20
 ADVICE = {
     "context_length_exceeded": "Delete earlier turns, or begin a new chat.",
@@ -37,7 +37,7 @@ def by_handle(files: list[File]) -> dict[str, File]:
 
 
 async def add_file(client: AsyncMPIC, sent: Sent, handle: str | None = None) -> File:
-    """Add a file to the library under a handle that is free: the stem of its name, or that with a number.
+    """Add a file to the library under a free handle: the stem of its name, with a number if needed.
 
     Raises:
         MPICError: the server refuses it.
@@ -62,14 +62,14 @@ def mention(file: File) -> str:
 
 
 def named_files(text: str, files: dict[str, File]) -> dict[str, str]:
-    """Return the handles in a text, in capitals, that files have now, with the ids of these files."""
+    """Return the handles in a text, in capitals, that currently belong to files, with the ids of those files."""
     names = (_name(match[2], files) for match in HANDLE.finditer(text))
     return {name: files[name].id for name in names if name in files}
 
 
 def with_handles_of_now(turn: StoredTurn, files: dict[str, File]) -> str:
-    """Return the question of an earlier turn with the handles that its files have now. A file that is gone leaves its
-    plain name, because the server refuses its handle, or another file has it by now."""
+    """Return the question of an earlier turn with the current handles of its files. The handle of a deleted file
+    becomes a plain name, because the server would refuse the handle, or another file may have it by now."""
     handles = {file.id: name for name, file in files.items()}
 
     def now(match: re.Match[str]) -> str:
@@ -93,7 +93,7 @@ def _name(word: str, known: Any) -> str:
 def messages(
     chat: StoredChat, asked: StoredTurn, wishes: Wishes, files: dict[str, File]
 ) -> list[dict[str, Any]]:
-    """Return the conversation up to a turn, as the API takes it."""
+    """Return the conversation up to a turn, in the form that the API takes."""
     found = [{"role": "system", "content": wishes.system}] if wishes.system else []
     for turn in chat.turns:
         if turn.at < asked.at and turn.answer.text and turn.answer.state != "failed":
@@ -125,7 +125,8 @@ def options(wishes: Wishes) -> dict[str, Any]:
 async def answer(
     client: AsyncMPIC, chat: StoredChat, turn: StoredTurn, run: StoredAnswer
 ) -> AsyncGenerator[None, None]:
-    """Fill in a run of a turn; yield whenever it is to be shown. Closing the iterator ends the server's work."""
+    """Fill in a run of a turn; yield whenever the page should be updated. Closing the iterator ends the server's
+    work."""
     shown = time.monotonic()
     try:
         files = by_handle(await own_files(client))

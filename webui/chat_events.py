@@ -1,4 +1,4 @@
-"""What happens in the chat: asking, comparing, answering again, editing, deleting, stopping."""
+"""Events of the chat: asking, comparing, answering again, editing, deleting, stopping."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from mpic.webui.samples import sample_files, samples
 from mpic.webui.uploads import Sent, Uploads
 
 WAIT = 20.0
-"""Seconds that a sample question waits for its files; what is not compiled then, the answer compiles."""
+"""Seconds that a sample question waits for its files; the answer itself compiles any that are not ready."""
 TITLE = 60
 MENTIONS = re.compile(r"^(?:(?:IMAGE|FILE)#\S+\s+)+")
 Shown = tuple[Any, Any]
-"""The chat as Gradio's chatbot has it, and for the store.
+"""The chat in the form for Gradio's chatbot, and for the store.
 
-Every step of an event has both as a whole: Gradio's client changes the values of earlier steps to those of later ones
+Every step of an event carries both in full: Gradio's client changes the values of earlier steps to those of later ones
 in place, and a browser that is slower than the answer would find nothing where a later step skips.
 """
 
@@ -52,7 +52,7 @@ def messages(page: OpenChat) -> list[dict[str, Any]]:
 
 
 def wishes(*values: Any) -> Wishes:
-    """Return the options that the pickers and the settings show. Raise BadRequest if one cannot be."""
+    """Return the options chosen in the pickers and the settings. Raise BadRequest if an option is invalid."""
     try:
         return Wishes(
             **{name: value for name, value in zip(Wishes.model_fields, values) if value is not None}
@@ -63,7 +63,7 @@ def wishes(*values: Any) -> Wishes:
 
 
 def question(text: str) -> dict[str, Any]:
-    """Return the value of the box with this text."""
+    """Return the question box's value for this text."""
     return {"text": text, "files": []}
 
 
@@ -143,7 +143,7 @@ class ChatEvents:
             ):
                 async for shown in stoppable:
                     yield shown
-        except Conflict as error:  # for the script, an event that fails is the one that it waits for
+        except Conflict as error:  # a failed event must reach the script as well, which waits for it
             gr.Warning(f"{error.message}. [{error.code}]")
             yield gr.skip(), gr.skip()
 
@@ -222,7 +222,7 @@ class ChatEvents:
 
     @told
     async def undo(self, page: Any, request: gr.Request) -> tuple[Any, Any, Any]:
-        """Take the last question back into the box."""
+        """Move the last question back into the box for editing."""
         open_page = open_chat(page)
         async with self._one_at_a_time(request, open_page.chat.id):
             last = _last(open_page.chat)
@@ -231,8 +231,8 @@ class ChatEvents:
 
     @told
     async def stop(self, page: Any, event: gr.EventData, request: gr.Request) -> Shown:
-        """Stop what is being answered in the chat that the event names, or in the open one. The event that answers says
-        so itself; if none does, mark it as stopped."""
+        """Stop what is being answered in the chat that the event names, or in the open one. The event that is answering
+        reports the stop; if there is none, mark the answer as stopped here."""
         open_page = open_chat(page)
         if mine := self._answering.get(str(request.session_hash)):
             if mine.chat == given(event).get("chat", open_page.chat.id):
@@ -257,7 +257,7 @@ class ChatEvents:
         return question(text)
 
     async def _with_files(self, client: AsyncMPIC, value: Any, request: gr.Request) -> str:
-        """Return the text of the box with the handles of the files in it, which are in the library then."""
+        """Add the files in the box to the library, and return the box's text with their handles."""
         text, sent = box(value, self._uploads, request)
         mentions = [mention(await add_file(client, one)) for one in sent]
         return " ".join([*(m for m in mentions if m not in text), text]) if mentions else text
@@ -290,7 +290,7 @@ class ChatEvents:
             async with aclosing(answer(client, page.chat, turn, run)) as steps:
                 async for _ in steps:
                     yield drawn(page, True, asked)
-        except asyncio.CancelledError:  # by ``Answering.stop``, or nobody takes what is yielded
+        except asyncio.CancelledError:  # stopped by ``Answering.stop``, or the page no longer takes updates
             run.state = "stopped"
             turn.touch()
         yield drawn(page, False, asked)
@@ -319,7 +319,7 @@ def box(value: Any, uploads: Uploads, request: gr.Request) -> tuple[str, list[Se
     """Return the text in the box of the question, and the uploads that it names; none is opened yet.
 
     Raises:
-        BadRequest: it is no value of the box.
+        BadRequest: it is not a value of the box.
         NotFound: a file is not among the uploads of this user.
     """
     if not isinstance(value, dict) or not isinstance(value.get("text"), str):

@@ -1,4 +1,4 @@
-"""A chat as the browser keeps it and sends it with every event. What comes from there is checked like any input."""
+"""Chats in the form that the browser keeps and sends with every event. They are checked like any other input."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ class StoredTurn(Part):
 
     Attributes:
         at: time of the question in ms, which orders the turns.
-        changed: time of the last change in ms; of two tabs' versions the later one is kept.
-        files: handles in the question, in capitals, with the ids that they had.
+        changed: time of the last change in ms; if two tabs differ, the later version is kept.
+        files: handles in the question, in capitals, with the ids that they had at the time.
     """
 
     id: str = ID
@@ -155,9 +155,9 @@ class OpenChat(Part):
     Attributes:
         user: whose chat it is.
         chat: the open chat.
-        ms_per_token: what a prompt token costs on this server.
+        ms_per_token: milliseconds that this server takes per prompt token.
         answering: whether an answer of this page is being written; None leaves that as it is.
-        asked: turn that the question in the box has become.
+        asked: the turn that was created from the question in the box.
     """
 
     user: str = ""
@@ -168,7 +168,7 @@ class OpenChat(Part):
 
 
 def open_chat(value: Any) -> OpenChat:
-    """Return the value that a browser has sent. Raise BadRequest if it is none."""
+    """Return the message that a browser has sent. Raise BadRequest if it is not valid."""
     try:
         return OpenChat.model_validate(value)
     except pydantic.ValidationError as error:

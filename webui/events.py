@@ -1,4 +1,4 @@
-"""What all events of the page share: who asks, what a button says, and how errors are told."""
+"""Helpers shared by all events of the page: the visitor, the data of a button, and the display of errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def client_of(request: gr.Request) -> AsyncMPIC:
 
 
 def given(event: gr.EventData) -> dict[str, Any]:
-    """Return the data of a button in HTML, which can be anything."""
+    """Return the data that a button in HTML has sent. It is untrusted and may be anything."""
     return event._data if isinstance(event._data, dict) else {}
 
 
@@ -69,7 +69,7 @@ def panel(name: str, **options: Any) -> gr.HTML:
 
 
 def with_own_uploads(component: gr.components.Component) -> Any:
-    """Return a component of files whose value reaches the events as ``page.py`` leaves it.
+    """Return a file component whose value reaches the events as ``page.py`` passes it on.
 
     Gradio's own check of such values wants paths of its own. (A subclass would say that more plainly, but Gradio writes
     a file beside the source of each.)

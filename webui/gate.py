@@ -1,7 +1,7 @@
 """Decides who may come in, and to which routes: ASGI middleware in front of everything below ``/ui``.
 
-Only what the page needs is let through. Of Gradio's routes these are its own files, its configuration and its queue;
-those that read files, fetch addresses, write links or run without the queue are not among them.
+Only what the page needs is let through. Of Gradio's routes these are its static files, its configuration and its queue.
+Routes that read files, fetch URLs, write links or bypass the queue are blocked.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
 }
-"""Of every response that has none of its own; the page itself has another policy (``page.py``)."""
+"""Content security policy of every response that sets none of its own; the page itself has another one
+(``page.py``)."""
 
 
 class PageGate:
-    """See the module. Puts the ``Visitor`` into ``scope["state"]["visitor"]``."""
+    """See the module's docstring. Puts the ``Visitor`` into ``scope["state"]["visitor"]``."""
 
     def __init__(self, app: ASGIApp, logins: Logins) -> None:
         self.app = app

@@ -1,4 +1,4 @@
-"""What happens in the library and in the references."""
+"""Events of the library and of the references."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mpic.webui.events import client_of, given, told, visitor_of
 from mpic.webui.uploads import Uploads
 
 SHOWN = 60
-"""References on the page at once."""
+"""Maximum references shown at once."""
 FOUND = 12
-SIDE = 384  # pixels of a picture that is searched for; an embedder sees no more
+SIDE = 384  # side in pixels of a picture used as a query; embedders use no more
 MOST_TEXT = 1_000_000
-"""Bytes of a document that are shown."""
+"""Maximum bytes of a document that is shown."""
 
 
 class LibraryEvents:
@@ -84,7 +84,7 @@ class LibraryEvents:
         return await self._listed(client)
 
     async def _listed(self, client: AsyncMPIC) -> tuple[Any, Any]:
-        """Return the list of files, and whether it is to be asked for again soon."""
+        """Return the list of files, and whether the page should ask for it again soon."""
         files = await own_files(client)
         compiling = any(file.state == "compiling" for file in files)
         return parts.library(files), gr.update(active=compiling)

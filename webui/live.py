@@ -35,7 +35,7 @@ class Figures:
 
 
 def figures(text: str) -> dict[str, Any]:
-    """Return the figures for the administrator's panel. Times are milliseconds, None while there was no answer."""
+    """Return the figures for the administrator's panel. Times are in milliseconds; None before the first answer."""
     found = Figures(text)
     buckets = found.buckets("mpic_time_to_first_token_seconds")
     requested = found.get("mpic_prompt_tokens_total", state="requested")

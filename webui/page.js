@@ -1,5 +1,5 @@
-// What the page does beside Gradio: buttons in HTML send events, handles are completed while one types, files may be
-// dropped anywhere, a lost login or server is told, and colours, drafts and open details are remembered.
+// Adds to Gradio's page: buttons in HTML send events, handles are completed while the user types, files may be dropped
+// anywhere, a lost login or server is reported, and colours, drafts and open details are remembered.
 () => {
   const HANDLE = /(?<![A-Za-z0-9_])(IMAGE|FILE)#([A-Za-z0-9_.-]*)$/i;
   const root = new URL('.', document.baseURI).pathname;
@@ -86,7 +86,7 @@
   }, true);
   document.addEventListener('focusout', (event) => { if (event.target === area()) close(); });
 
-  // ---- files that are dropped beside the box
+  // ---- files dropped outside the box
   const hasFiles = (event) => [...(event.dataTransfer?.types || [])].includes('Files');
   document.addEventListener('dragover', (event) => { if (hasFiles(event)) event.preventDefault(); });
   document.addEventListener('drop', (event) => {
@@ -97,7 +97,7 @@
     input.dispatchEvent(new Event('change', { bubbles: true }));
   });
 
-  // ---- a login that has ended, a server that is away
+  // ---- an expired login, an unreachable server
   const notice = Object.assign(document.createElement('div'), { id: 'mpic-notice', hidden: true });
   notice.setAttribute('role', 'alert');
   document.body.prepend(notice);
@@ -115,7 +115,7 @@
       if (response.status === 401) return tell('Your login has ended. Chats and drafts are kept.', 'Log in again');
       if (!response.ok) throw new TypeError(`${response.status}`);
       const { user: now } = await response.json();
-      // the server has forgotten what Gradio knew of this page; or somebody else has logged in in this browser
+      // the server has forgotten this page, or another user has logged in from this browser
       if (away || (user && now !== user)) return location.reload();
       notice.hidden = true;
     } catch {

@@ -56,9 +56,9 @@ POLICY = (
 styles from scripts; inline scripts need the nonce of this response."""
 SIDE = 192  # pixels of a thumbnail; shown at up to 96, and screens may have two pixels for one
 SESSIONS = 64
-"""Open pages of one user; the oldest is forgotten, and begins anew with its next event."""
+"""Maximum open pages of one user; beyond that the oldest is forgotten, and is registered again with its next event."""
 PENDING = 16
-"""Events of one open page that wait or run, and whose results were not read."""
+"""Maximum events of one open page that wait, run, or have unread results."""
 SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 PICTURES = {
     b"\x89PNG": "image/png",
@@ -95,7 +95,7 @@ class Page:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         prefix = scope.get(
             "app_root_path", ""
-        )  # where a proxy shows the server, and not in the path any more
+        )  # the path prefix under which a proxy serves us, already stripped from the path
         scope = {**scope, "path": prefix + scope["path"]}
         await self._routes(scope, receive, send)
 
@@ -158,7 +158,7 @@ class Page:
 
         @app.get("/alive")
         async def alive(request: Request) -> JSONResponse:
-            """Show that the server answers, and to whom; an open page asks when it has lost it."""
+            """Confirm that the server answers, and name the user; an open page asks when it has lost the connection."""
             return JSONResponse({"user": _visitor(request).user}, headers={"cache-control": "no-store"})
 
         @app.post("/gradio_api/upload")
@@ -217,7 +217,8 @@ class Page:
     async def _original(self, visitor: Visitor, id: str) -> bytes:
         """Return the bytes of a file of this user, or of a reference. Raise NotFound.
 
-        One after the other for each user: a page shows many at once, and a key may allow one request at a time.
+        Serve each user one request at a time, because a page shows many pictures at once and a key may allow a single
+            request.
         """
         collection = visitor.client.references if id.startswith("ref_") else visitor.client.files
         lock = self._pictures.setdefault(visitor.user, asyncio.Lock())
@@ -266,7 +267,7 @@ class Page:
         return cast(Mount, parent.routes[-1]).app
 
     async def _index(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with Gradio's page, whose inline scripts get a nonce; what names other hosts is left out."""
+        """Answer with Gradio's page. Give its inline scripts a nonce, and remove references to other hosts."""
         assert self._gradio is not None
         start, body = None, b""
 
@@ -287,7 +288,7 @@ class Page:
         await HTMLResponse(page, start["status"], headers)(scope, receive, send)
 
     def _check_join(self, user: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Return what Gradio gets of an event. Raise BadRequest, Forbidden, RateLimited."""
+        """Return the checked body of an event for Gradio. Raise BadRequest, Forbidden, RateLimited."""
         assert self._blocks is not None
         session, index, data = body.get("session_hash"), body.get("fn_index"), body.get("data")
         self._claim(user, session)
@@ -315,7 +316,8 @@ class Page:
         return {"session_hash": session, "event_id": event, "fn_index": index}
 
     def _claim(self, user: str, session: Any) -> None:
-        """Note that an open page is this user's. Raise BadRequest if it has no name, Forbidden if it is another's."""
+        """Register an open page as this user's. Raise BadRequest if it has no valid name, Forbidden if it belongs to
+        another user."""
         if not isinstance(session, str) or not SESSION.fullmatch(session):
             raise BadRequest("session_hash must be 1 to 64 of A-Z a-z 0-9 _ -", param="session_hash")
         if self._sessions.setdefault(session, user) != user:
@@ -342,7 +344,8 @@ def _stream_script() -> str:
 
 
 async def _refusal(request: Request, error: Exception) -> Response:
-    """Answer with an error of ours. One without a status is the client's own: its server did not answer."""
+    """Answer with an error of ours. An error without a status comes from the client itself, whose server did not
+    answer."""
     assert isinstance(error, MPICError)
     return errors.response(errors.as_mpic_error(error if error.status else Unavailable(error.message)))
 
@@ -357,21 +360,23 @@ def _visitor(request: Request) -> Visitor:
 
 
 def _picture_type(data: bytes) -> str:
-    """Return the type of a picture that browsers show; others are only downloaded."""
+    """Return the media type of a picture that browsers can show; other files are only downloaded."""
     return next(
         (kind for begin, kind in PICTURES.items() if data.startswith(begin)), "application/octet-stream"
     )
 
 
 def _without_files(value: Any) -> Any:
-    """Return a value in which Gradio sees no file; it would open or download what an object with ``meta`` names."""
+    """Return a value in which Gradio recognises no file, because it would open or download the path in an object with
+    ``meta``."""
     if isinstance(value, dict):
         return {name: _without_files(one) for name, one in value.items() if name not in ("meta", "url")}
     return [_without_files(one) for one in value] if isinstance(value, list) else value
 
 
 def _misleading(name: bytes) -> bool:
-    """Return whether Gradio would believe a header about the page's address, or compress what is changed here."""
+    """Return whether a header must be dropped: Gradio would trust it for the page's address, or compress responses that
+    are edited here."""
     return name.startswith(b"x-forwarded-") or name in (b"accept-encoding", b"x-gradio-server")
 
 

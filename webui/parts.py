@@ -1,6 +1,6 @@
-"""The page's own pieces of HTML: facts about an answer, the strip of its tokens, two answers side by side, the library.
+"""The page's own HTML: facts about an answer, the strip of its tokens, two answers side by side, the library.
 
-They are texts that Gradio's HTML component shows as they are, so everything that comes from elsewhere is escaped here.
+Gradio's HTML component shows these texts unescaped, so all foreign content is escaped here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STATES = {
 }
 WORDS = re.compile(r"\s+|\w+|[^\w\s]")
 MOST_WORDS = 3000
-"""Words of an answer that is compared word by word; longer ones are compared as a whole."""
+"""Maximum words of an answer that is compared word by word; longer answers are compared as a whole."""
 
 
 def button(text: str, to: str, do: str, label: str = "", confirm: str = "", /, **data: str) -> str:
@@ -63,7 +63,7 @@ def day(seconds: float) -> str:
 
 
 def picture(id: str, kind: str) -> str:
-    """Return a thumbnail of an image, and a sign for anything else."""
+    """Return a thumbnail of an image, or a symbol for any other kind of file."""
     if kind == "image":
         return f'<img class="mpic-thumb" src="thumbs/{escape(id)}" alt="" loading="lazy">'
     return f'<span class="mpic-thumb" aria-hidden="true">{"▶" if kind == "video" else "≣"}</span>'
@@ -77,7 +77,7 @@ def factor(times: float) -> str:
 
 
 def line(turn: StoredTurn, ms_per_token: float | None) -> str:
-    """Return the figures of an answer in one line: first token, share that was reused, how much sooner."""
+    """Return the figures of an answer in one line: time to the first token, share reused, and the time saved."""
     facts = turn.answer.facts
     assert facts is not None
     found = [f"{ms(facts.ttft)} to the first token", f"{100 * facts.saved // max(1, facts.prompt)} % reused"]
@@ -94,7 +94,7 @@ def strip(facts: Facts, scale: float) -> str:
     """Return the tokens of a prompt by their source, block by block, and the parts of the time to the first token.
 
     Args:
-        scale: the time in ms that is as wide as the strip.
+        scale: time in ms that the width of the strip stands for.
     """
     total = sum(span.tokens for span in facts.spans)
     bar = "".join(_cell(span) for span in facts.spans)
@@ -144,7 +144,7 @@ def _block(spans: Sequence[TokenSpan]) -> str:
 
 
 def marked(one: str, other: str) -> str:
-    """Return a text with the words marked that another one lacks."""
+    """Return a text in which the words that another text lacks are marked."""
     a, b = WORDS.findall(one), WORDS.findall(other)
     if len(a) > MOST_WORDS or len(b) > MOST_WORDS:
         return escape(one) if one == other else f"<mark>{escape(one)}</mark>"
@@ -185,14 +185,14 @@ def compared(turn: StoredTurn) -> str:
 
 
 def problem(run: StoredAnswer) -> str:
-    """Return why an answer is not complete, if it is not."""
+    """Return the reason why an answer is incomplete; empty if it is complete."""
     if run.state == "failed":
         return f'<p class="mpic-error" role="alert"><b>No answer.</b> {escape(run.error)}</p>'
     return '<p class="mpic-hint">Stopped.</p>' if run.state == "stopped" else ""
 
 
 def searches(run: StoredAnswer) -> str:
-    """Return what was looked up for an answer and what was found."""
+    """Return the searches made for an answer, with their results."""
     if run.wishes.retrieval == "off" or run.state != "done":
         return ""
     if not run.searches and not run.cited:
@@ -213,7 +213,7 @@ def searches(run: StoredAnswer) -> str:
 
 
 def below(turn: StoredTurn, ms_per_token: float | None) -> str:
-    """Return what stands below an answer: what was looked up, its figures, and what can be done with it."""
+    """Return the part below an answer: its searches, its figures, and its buttons."""
     run, again = turn.answer, turn.again
     if run.running:
         return ""
@@ -243,7 +243,7 @@ def below(turn: StoredTurn, ms_per_token: float | None) -> str:
 
 
 def library(files: Sequence[File]) -> str:
-    """Return the list of a user's files. Their handles are in it for the box of the question, too."""
+    """Return the list of a user's files. It also carries their handles for the question box."""
     if not files:
         return '<p class="mpic-hint">No files yet. Drop some anywhere on the page.</p>'
     return f'<ul class="mpic-cards">{"".join(_file(file) for file in files)}</ul>'
@@ -264,7 +264,7 @@ def _file(file: File) -> str:
         insert = button("+", "box", "insert", f"Insert {name} into the question", text=file.mention)
     state = file.status_details if file.state == "failed" else file.state
     progress = "<progress></progress>" if file.state == "compiling" else ""
-    # the name of a bar that shows no number is what it waits for
+    # a bar without a number is named after the step it waits for
     progress = progress.replace("<progress", f'<progress aria-label="compiling {escape(name)}"')
     return (
         f'<li data-handle="{escape(file.mention or "")}" data-state="{escape(file.state)}">'
@@ -299,7 +299,7 @@ def file_view(file: File, text: str) -> str:
 
 
 def life(item: File | Reference, to: str) -> str:
-    """Return the buttons that pin the compiled KV of a file or reference, and bring it near to the device."""
+    """Return the buttons that pin the compiled KV of a file or reference, and prefetch it."""
     name, do = ("Unpin", "unpin") if item.pinned else ("Pin", "pin")
     return button(name, to, do, id=item.id) + button("Prefetch", to, "prefetch", id=item.id)
 
@@ -359,7 +359,7 @@ def tiles(found: Savings, price: float) -> str:
     """Return the sums of the savings.
 
     Args:
-        price: of a million prompt tokens, in any currency; 0 if unknown.
+        price: price of a million prompt tokens, in any currency; 0 if unknown.
     """
     total = found.total
     share = 100 * total.saved_tokens / max(1, total.prompt_tokens)

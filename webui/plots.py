@@ -1,4 +1,4 @@
-"""The plots of results that come with the program, with their descriptions."""
+"""The plots of results that ship with the program, with their descriptions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Plot(NamedTuple):
 
 
 def plots() -> list[Plot]:
-    """List the plots: evaluations first, then benches, one of each name."""
+    """List the plots, evaluations first, then benches, one plot per name."""
     found: dict[str, Plot] = {}
     for folder in _folders():
         for path in sorted(folder.rglob("*.png")) if folder.is_dir() else ():

@@ -9,7 +9,7 @@ from mpic.link import POLICIES, parse_policy
 from mpic.press import NONE, parse_press
 
 FIRST = ("mpic-16", "mpic-32", "reuse", "prefix", "full")
-"""Concrete policies that are offered before the others."""
+"""Concrete policies that are listed first."""
 
 BY_SYNTAX = {policy.syntax: policy for policy in POLICIES}
 

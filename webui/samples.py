@@ -1,5 +1,5 @@
-"""Sample questions for the demo model, about files that come with the program. Each file is uploaded under a name that
-says what it shows."""
+"""Sample questions for the demo model, about files that ship with the program. Each file is uploaded under a name that
+describes its content."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from mpic.data.bundled import SAMPLES, samples_folder
 
 PARAMETERS = {"demo": 6.6, "demo-plain": 6.6, "large": 13.7, "large-plain": 13.7}
-"""Millions, of each demo model."""
+"""Millions of parameters of each demo model."""
 NAMES = {
     "SHAPES2": "eiffel2025.png",
     "SHAPES3": "garden.png",
@@ -27,7 +27,7 @@ NAMES = {
     "PET_CITY": "menu6.txt",
     "PET_JOB": "office.txt",
 }
-"""Handle -> file, in the samples of each demo model."""
+"""For each demo model: handle -> sample file."""
 
 
 @dataclass(frozen=True)

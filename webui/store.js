@@ -1,6 +1,6 @@
 // Keeps chats in this browser, each under its user and id in localStorage, and lists them. It runs in an HTML component
-// of Gradio's, whose property `page` is what Python calls `OpenChat`; see webui/chats.py. Events send the chat as it is
-// here (`mpicPage`), not as Gradio's state has it.
+// of Gradio's, whose property `page` is an `OpenChat` in Python; see webui/chats.py. Events send this script's version
+// of the chat (`mpicPage`), not that in Gradio's state.
 const MOST = 100, SOON = 400;
 let user = null, cost = null, saving = 0, asked = null;
 let shown = null, answering = false;  // the open chat, and whether this tab is answering in it
@@ -16,7 +16,7 @@ const all = () => {
 };
 const say = (text) => { element.querySelector('.mpic-said').textContent = text; };
 
-/** Brings into a chat what another tab has kept of it: of each turn the later version. Returns whether that changed it. */
+/** Merges another tab's copy of a chat: the later version of each turn wins. Returns whether that changed the chat. */
 const merge = (chat, kept) => {
   const removed = { ...kept.removed };
   for (const [id, when] of Object.entries(chat.removed)) removed[id] = Math.max(when, removed[id] ?? 0);
@@ -28,10 +28,10 @@ const merge = (chat, kept) => {
   return news;
 };
 
-/** What tells two versions of a chat apart. */
+/** Returns a value that differs between versions of a chat. */
 const version = (chat) => JSON.stringify([chat.id, chat.turns.map((turn) => [turn.id, turn.changed])]);
 const runs = (chat) => chat.turns.flatMap((turn) => [turn.answer, turn.again]).filter((run) => ['waiting', 'writing'].includes(run?.state));
-/** A chat that is opened, perhaps after the page was left meanwhile. If another tab answers, that will bring it on. */
+/** Marks unfinished answers of a chat as stopped, since the page may have been left. A tab that still answers updates it. */
 const atRest = (chat) => { for (const run of runs(chat)) run.state = 'stopped'; return chat; };
 const write = (chat) => {
   for (;;) {
@@ -78,7 +78,7 @@ const open = (chat) => {
   draw();
 };
 
-/** Takes a chat that Python has sent, and has it drawn again where this is not the chat as it is here. */
+/** Takes a chat that Python has sent, and has it redrawn if it differs from the chat here. */
 const came = ({ chat, answering: now, asked: turn }) => {
   const drawn = version(chat);
   if (turn && turn !== asked) { asked = turn; trigger('taken'); }
@@ -95,7 +95,7 @@ const came = ({ chat, answering: now, asked: turn }) => {
   if (version(shown) !== drawn) draw();
 };
 
-/** An event has failed on its way; what it was answering does not go on. */
+/** An event was lost on its way; mark the answer that it was writing as ended. */
 const failed = () => {
   if (!answering) return;
   setAnswering(false);

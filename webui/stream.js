@@ -1,5 +1,5 @@
 // One stream of results that never ends. Gradio's server closes its stream when no event is left and the client opens
-// another with the next one; an event that begins in between would never hear its results. So the client gets a stream
+// another with the next one; an event that begins in between would never get its results. So the client gets a stream
 // of ours, which asks the server again whenever an event waits. It must run before Gradio's own scripts.
 (() => {
   const ask = window.fetch, waiting = new Set();
@@ -31,7 +31,7 @@
       this.reading = false;
     }
 
-    /** Passes the messages of a response on, and returns whether one was about an event. */
+    /** Forwards the messages of a response, and returns whether one was about an event. */
     async pass(response) {
       const reader = response.body.pipeThrough(new TextDecoderStream()).getReader(), encoder = new TextEncoder();
       let rest = '', any = false;

@@ -19,14 +19,14 @@ from typing import IO, NamedTuple
 from mpic.errors import NotFound
 
 MOST = 64
-"""Files of one user; the oldest make way."""
+"""Maximum files of one user; beyond that the oldest are removed."""
 LIFE = 3600.0
 """Seconds a file is kept if nothing takes it."""
 NAME = re.compile(r"[A-Za-z0-9_-]{32}")
 
 
 class Sent(NamedTuple):
-    """A file that was sent: its name at the sender, its path here, its bytes, and when it came."""
+    """A file that was sent: its original name, its path here, its size in bytes, and its time of arrival."""
 
     name: str
     path: Path
@@ -38,7 +38,7 @@ class Uploads:
     """The files of all users, in a temporary folder that ends with this object.
 
     Args:
-        most_bytes: bytes of one user's files; the oldest make way.
+        most_bytes: maximum bytes of one user's files; beyond that the oldest are removed.
         clock: function that returns seconds.
     """
 

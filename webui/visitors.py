@@ -24,9 +24,9 @@ UNKNOWN_KEY = "This key is not known here, or it was revoked."
 METRICS_KEY = "This key is for metrics only."
 LOCAL = "local"
 CLIENTS = 256
-"""Clients that are kept, and logins of a page that stands alone."""
+"""Maximum clients kept, and maximum logins of a standalone page."""
 ASK_SECONDS = 60.0
-"""Time until a page that stands alone asks again whether its server needs no key."""
+"""Seconds until a standalone page asks its server again whether it still needs no key."""
 
 
 class Visitor(NamedTuple):
@@ -47,7 +47,7 @@ class Logins(Protocol):
     """The logins of a page."""
 
     async def visitor(self, cookie: str | None) -> Visitor | None:
-        """Return the visitor who has this cookie; None if one has to log in first."""
+        """Return the visitor with this cookie; None if a login is needed first."""
 
     async def log_in(self, key: str) -> str:
         """Return a new cookie for an API key. Raise Unauthorized, RateLimited."""
@@ -56,7 +56,7 @@ class Logins(Protocol):
         """End a login, if there is one."""
 
     async def close(self) -> None:
-        """End with the page: close the clients."""
+        """Close the clients when the page ends."""
 
 
 class ServedLogins:
@@ -99,7 +99,7 @@ class ServedLogins:
         self._clients.clear()
 
     def _client(self, key: Key | None) -> AsyncMPIC:
-        from mpic.client import AsyncInProcess, AsyncMPIC  # the first visitor needs it, not the start
+        from mpic.client import AsyncInProcess, AsyncMPIC  # needed by the first visitor, not at the start
 
         name = key.prefix if key else ""
         if name not in self._clients:
@@ -128,7 +128,7 @@ class _Login(NamedTuple):
 
 
 class LoginsAlone:
-    """Logins of a page that stands alone before a server elsewhere. They hold keys, so they are kept in memory only,
+    """Logins of a standalone page in front of a server elsewhere. They hold keys, so they are kept in memory only,
     and end with the process.
 
     Args:
@@ -158,7 +158,7 @@ class LoginsAlone:
         client = self._client(key)
         try:
             role = await _role_of(client)
-        except BaseException as error:  # whoever tries keys must not leave connections behind
+        except BaseException as error:  # a visitor who guesses keys must not leave connections behind
             await client.close()
             if isinstance(error, Unauthorized):
                 raise Unauthorized(UNKNOWN_KEY) from None
@@ -186,13 +186,14 @@ class LoginsAlone:
             await login.visitor.client.close()
 
     async def _ask(self) -> None:
-        """Ask the server whether it needs a key. One that was open and does not answer is taken to be open still.
+        """Ask the server whether it needs a key. A server that was open before and does not answer now is assumed to be
+        still open.
 
         Raises:
             Unavailable: the server does not answer, and never has.
         """
         self._keyless = self._keyless or self._client("")
-        self._ask_at = self._clock() + ASK_SECONDS  # others need not ask meanwhile
+        self._ask_at = self._clock() + ASK_SECONDS  # other visitors need not ask in the meantime
         try:
             self._open = Visitor(LOCAL, await _role_of(self._keyless), False, self._keyless)
         except Unauthorized:

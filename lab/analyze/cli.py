@@ -99,7 +99,7 @@ def _prompts(
     chunks: int,
     samples: range,
 ) -> Iterator[Prompt]:
-    """Return the prompts of some samples of a task. Raise TaskError if there are not so many."""
+    """Return the prompts of some samples of a task. Raise TaskError if there are too few."""
     from mpic.data.bundled import generation_for
     from mpic.prompt import build_prompt
     from mpic_lab.eval.resolve import LocalResolver, counter_of, splitter_of
@@ -115,7 +115,7 @@ def _prompts(
 
 
 Analysis = tuple[dict[str, Any], Table, list[Path]]
-"""Numbers, a table of some of them, and the figures that were written."""
+"""The result of an analysis: its numbers, a table of some of them, and the figures that were written."""
 
 
 def _one(
@@ -145,7 +145,7 @@ def _one(
 def _many(
     linker: DenseLinker, policies: list[Policy], prompts: Iterable[Prompt], shown: int, out: Path
 ) -> Analysis:
-    """Draw what many prompts have in common."""
+    """Draw averages over many prompts."""
     from rich.progress import track
 
     from mpic.link import parse_policy

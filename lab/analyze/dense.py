@@ -1,7 +1,7 @@
 """Links a prompt slowly and plainly over a dense cache, and records every attention weight of every layer.
 
 Chunks are compiled alone, their keys rotated to their places in one dense cache, and the tokens that the policy
-recomputes run over it. The engine does the same with spans; here it is done with matrices, so that they can be drawn.
+recomputes run over it. The engine does the same with spans; here it uses full matrices, which can be drawn.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class DenseLink:
 
     @property
     def asking(self) -> torch.Tensor:
-        """Return, for every row, whether it stands behind the last chunk, as those of the question do."""
+        """Return, for every row, whether it stands after the last chunk, that is, belongs to the question."""
         return self.rows >= max((place.start + place.length for place in self.places), default=0)
 
 
@@ -93,7 +93,7 @@ class DenseLinker:
     """Links prompts of one model densely.
 
     Args:
-        adapter: the model's, for the policies ``packet`` and ``packet-K``.
+        adapter: the model's adapter, for the policies ``packet`` and ``packet-K``.
 
     Raises:
         UnsupportedParameter: layers of the model have more than causal attention with one rotary embedding.
@@ -177,7 +177,7 @@ class DenseLinker:
         return Recorder(-1, *given, index=rows, length=length)
 
     def moved(self, keys: torch.Tensor, base: int) -> torch.Tensor:
-        """Return ``keys [heads, n, head_dim]`` rotated on by ``base`` positions."""
+        """Return ``keys [heads, n, head_dim]`` rotated by a further ``base`` positions."""
         rotation = self.model.rotation(-base)
         return keys if rotation is None else rotate(keys, rotation)
 

@@ -15,7 +15,7 @@ from mpic_lab.figure import save_png
 
 
 def save(path: Path, draw: Callable[..., None], *shown: Any, size: tuple[float, float] = (9, 4.2)) -> Path:
-    """Write a drawing of what is shown: ``draw(figure, *shown)``."""
+    """Write the drawing that ``draw(figure, *shown)`` makes to a file."""
     return save_png(path, lambda figure: draw(figure, *shown), size, dpi=120)
 
 

@@ -1,4 +1,4 @@
-"""Attention and KV of many linked prompts, summed up: what the papers show of one prompt, over a hundred.
+"""Attention and KV summed over many linked prompts: the papers show one prompt, this shows a hundred.
 
 Prompts of a task differ in length, so tokens are counted in *groups* that every prompt has: the first token, the text
 before the chunks, the tokens of each chunk by their place in it (the first, the second, the next two, four, ...), the
@@ -24,15 +24,15 @@ from mpic_lab.analyze.measures import rounded
 EDGES = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """First token of each group within a chunk."""
 TOP = 50
-"""Most distant tokens of a layer that count as important (MPIC, figure 8)."""
+"""Number of most distant tokens per layer that count as important (MPIC, figure 8)."""
 LEAST, STEPS = -7.0, 140
-"""Attention scores are counted in steps between ten to this power and 1."""
+"""Attention scores are counted in bins from ten to this power up to 1."""
 SMALL = 1e-3
-"""Tokens with less attention hardly matter (MPIC, section 3.3)."""
+"""Tokens with less attention than this hardly matter (MPIC, section 3.3)."""
 
 
 def group_names(chunks: int) -> list[str]:
-    """Return the names of the groups of a prompt with so many chunks."""
+    """Return the names of the groups of a prompt with ``chunks`` chunks."""
     ends = [*(str(end - 1) for end in EDGES[1:]), ""]
     inside = [
         str(low) if str(low) == high else f"{low}-{high}" for low, high in zip(EDGES, ends, strict=True)
@@ -81,12 +81,12 @@ class Gathered:
     """Sums over prompts with one number of chunks.
 
     Attributes:
-        scores: how many chunk tokens got so much of the last row's attention under ``full``, ``[layers, STEPS]``.
+        scores: number of chunk tokens by the attention they got from the last row under ``full``, ``[layers, STEPS]``.
         places: share of that attention within a chunk on its first tokens, summed up, ``[layers, tokens]`` a chunk.
         important: in how many layers each token of a chunk is among the ``TOP`` most distant, ``[tokens]`` a prompt.
         alone: share of the attention of a chunk that is compiled alone on its first token, by layer, ``[layers]`` a
             prompt.
-        comparable: number of layers whose keys depend on what stands before at all.
+        comparable: number of layers whose keys depend on the preceding text at all.
     """
 
     linker: DenseLinker
@@ -174,8 +174,7 @@ class Gathered:
     # ---- means
 
     def attention_map(self, policy: str, layer: int) -> torch.Tensor:
-        """Return the mean attention to a token, rows x columns in groups; not a number where no prompt has such rows
-        or tokens."""
+        """Return the mean attention to a token, rows x columns in groups; NaN if no prompt has such rows or tokens."""
         sums = self.sums[policy]
         mean = sums.map[layer] / sums.rows.clamp_min(1)
         return mean.masked_fill(sums.rows == 0, float("nan"))
@@ -190,7 +189,8 @@ class Gathered:
         return measures.mean_of_all(self.places)
 
     def distribution(self) -> torch.Tensor:
-        """Return ``[layers, STEPS]``: the share of chunk tokens with at most so much attention (MPIC, figure 4a)."""
+        """Return ``[layers, STEPS]``: the share of chunk tokens with at most the attention of each step (MPIC, figure
+        4a)."""
         return self.scores.cumsum(1) / self.scores.sum(1, keepdim=True)
 
     def counts(self) -> torch.Tensor:
@@ -222,6 +222,6 @@ class Gathered:
 
 
 def spread(found: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean of what was found in each prompt, and its standard deviation over prompts."""
+    """Return the mean and the standard deviation of a figure over prompts."""
     values = torch.stack(list(found))
     return values.mean(0), values.std(0, correction=0)

@@ -1,4 +1,4 @@
-"""Drawings of what many linked prompts have in common."""
+"""Drawings of averages over many linked prompts."""
 
 from __future__ import annotations
 

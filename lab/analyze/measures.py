@@ -125,5 +125,5 @@ def first_shares(places: torch.Tensor, counts: Sequence[int]) -> dict[str, list[
 
 
 def rounded(values: Iterable[Any]) -> list[float]:
-    """Return values as JSON keeps them here, to four decimals."""
+    """Return values rounded to four decimals, for JSON."""
     return [round(float(value), 4) for value in values]

@@ -1,8 +1,8 @@
 """The attention of a question to chunks and to packets (KV Packet, section 4.5.2, figure 5), over many prompts.
 
-Chunks differ in length, so of each only its first and last tokens are counted, which stand beside the seams that the
-adapter is for. The columns of a chunk are the header, the chunk's first tokens, its last tokens, and the trailer; a
-chunk without an adapter leaves the outer ones empty, so that both are compared token by token.
+Chunks differ in length, so only the first and last tokens of each are counted: they stand next to the seams that the
+adapter is meant to repair. The columns of a chunk are the header, the chunk's first tokens, its last tokens, and the
+trailer; a chunk without an adapter leaves the outer ones empty, so that both are compared token by token.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ def send(
     """Submit each request at its time (seconds from now) and read all answers to their ends.
 
     Args:
-        until: seconds from now at which what still runs or waits is ended; it is not in the result.
-        at_token: is called, by several threads, whenever a token arrives.
+        until: seconds from now after which requests that still run or wait are aborted; they are not in the result.
+        at_token: called from several threads whenever a token arrives.
 
     Raises:
         MPICError: the first error that any request met.

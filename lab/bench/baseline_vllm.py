@@ -27,7 +27,7 @@ OURS = (
     "async_scheduling",
     "mm_processor_cache_gb",
 )
-"""Arguments that our engine sets otherwise than vLLM does."""
+"""Arguments for which our engine's values differ from vLLM's defaults."""
 
 
 class TimedAnswer(NamedTuple):

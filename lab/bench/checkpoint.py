@@ -27,7 +27,7 @@ from mpic_lab.llava_folder import save_folder
 from mpic_lab.train.packet import initial
 
 CONTROL = ("<pad>", "<s>", "</s>", "<unk>", "<|im_end|>", "<image>", "<|im_start|>", "user", "assistant", ":")
-"""The first words of the vocabulary; random ids begin behind them."""
+"""The first words of the vocabulary; random ids start after them."""
 assert CONTROL[IMAGE_TOKEN] == "<image>"
 
 _TEMPLATE = (
@@ -53,7 +53,7 @@ def make_model(
     Args:
         gain: see ``random_model``.
         packet: tokens of the header of an untrained adapter, and of its trailer; 0: the model has none.
-        says: the text of every token; empty: each has its own.
+        says: the text that every token decodes to; empty: each token decodes to its own word.
     """
     keeper = TemporaryDirectory(prefix="mpic-bench-", ignore_cleanup_errors=True)
     folder = Path(keeper.name, "bench")
@@ -61,7 +61,7 @@ def make_model(
     save(model, decoder, folder, says)
     made = BenchModel(folder, decoder, placement, describe(model, decoder), keeper)
     del model
-    if packet:  # an adapter belongs to the model as it is read back
+    if packet:  # an adapter is bound to the weights as read back from disk
         initial(replace(made).stock, packet, seed).save(folder / "packet" / "adapter.safetensors")
     gc.collect()
     return made

@@ -49,7 +49,7 @@ FORMER = {
     "sampling": "mpic bench decode",
     "restart": "make test ARGS=tests/library/test_many_files.py",
 }
-"""Names that benches had before, and what took their places."""
+"""Former name of a bench -> the command that replaces it."""
 
 
 @app.command("list")
@@ -127,7 +127,7 @@ def _command(native: Bench) -> None:
 def _keep(
     path: Path, entry: Bench, result: dict[str, Any], report: Report, old: dict[str, Any] | None
 ) -> None:
-    """Write a result, or its cases into an old one, and a plot of the whole beside it."""
+    """Write a result, or merge its cases into an earlier result, with a plot beside it."""
     if old is not None:
         result = merged(old, result)
         if entry.headline is not None:

@@ -36,7 +36,8 @@ from mpic_lab.bench.workload import (
 
 CACHES = ("dynamic", "static")
 LONGER = 64
-"""Tokens that the untimed requests of a batch are asked for beyond those of the timed one; they are ended before."""
+"""Tokens that the untimed requests of a batch ask for beyond those of the timed request; they are aborted before they
+finish."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
 
 
 def _with_half_kv(opened: ExitStack, model: BenchModel, tokens: int) -> Engine | None:
-    """Start an engine that keeps keys and values in 16 bits; None where there is no such thing."""
+    """Start an engine that keeps keys and values in 16 bits; None if the model or device has no such option."""
     try:
         return opened.enter_context(engine_for(model, tokens, kv_dtype="float16"))
     except ModelRefused:
@@ -171,11 +172,11 @@ def expect_beside(usage: GenerationUsage, tokens: int, began: float, ended: floa
     """Check that a request was decoded in every step that another one was timed for.
 
     Args:
-        tokens: those of the timed request; this one was asked for ``LONGER`` more.
+        tokens: number of tokens of the timed request; this request asked for ``LONGER`` more.
         began, ended: milliseconds from its submission to the first and to the last token of the timed one.
 
     Raises:
-        BenchFailed: it was not.
+        BenchFailed: the request was not decoded in every such step.
     """
     if usage.completion_tokens < tokens or usage.ttft_ms > began or usage.preemptions:
         raise BenchFailed(f"a request of the batch began late or paused ({usage.completion_tokens} tokens)")

@@ -33,7 +33,7 @@ from mpic_lab.bench.workload import compile_all, engine_for
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 POLICIES = {"mpic-32": ("shuffled", "answers", "images"), "prefix": ("fresh", "again", "short", "new-images")}
-"""The cases of each policy, by their short names."""
+"""Policy -> the short names of its cases."""
 RATIOS = "ratios, more than 1: bfloat16 is faster"
 
 Samples = Mapping[tuple[str, str], Series]
@@ -65,7 +65,7 @@ def headlines(settings: Settings) -> dict[str, str]:
     sizes={"110m": {}, "2b": {**SIZES["2b"], "documents": 4}},
 )
 def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
-    """Let the same random LLaVA take turns in both dtypes. Speeds are compared, so that a ratio of more than 1 says
+    """Let the same random LLaVA run in both dtypes in turn. Speeds are compared, so that a ratio of more than 1 says
     that bfloat16 is faster in every case."""
     values: dict[tuple[str, str], list[float]] = defaultdict(list)
     notes: dict[str, Any] = {"prompt_tokens": settings.length, "image_prompt_tokens": settings.image_length}
@@ -109,7 +109,7 @@ class _Column:
         self.detail = self._peers[0][0].detail
 
     def turn(self, turn: int) -> Iterator[tuple[str, float]]:
-        """Yield the cases and what was measured."""
+        """Yield the cases with their measurements."""
         for peer, settings in self._peers:
             for questions in self._questions:
                 yield from turn_of(settings, peer, questions, turn).items()

@@ -1,9 +1,9 @@
 """Measures how time and memory to the first token grow with the context (EPIC, section 5.6 and figure 9), up to 50
 thousand tokens and, on a wide model, up to 16.
 
-Beside the paper's policies stands KV Packet, which recomputes nothing of a document: where ``legolink-16`` computes 16
-more tokens for every further document of 512, only its attention grows. Its adapter is not trained, which changes
-answers and not times.
+KV Packet, which recomputes nothing of a document, is measured beside the paper's policies: ``legolink-16`` computes 16
+more tokens for every further document of 512, whereas for KV Packet only attention grows. Its adapter is not trained,
+which changes answers and not times.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ SOFT = 8
 """Tokens of the header of a packet, and of its trailer, as in KV Packet."""
 LINKED, BLENDED, PACKED = f"legolink-{K}", f"cacheblend-{R}", "packet"
 POLICIES = ("full", BLENDED, LINKED, PACKED)
-"""Those that are measured over documents of one size; growing documents are linked."""
+"""Policies measured over documents of one size; growing documents are measured under linking only."""
 FIXED, GROWING = "documents of one size", "growing documents"
 WIDE = "a wide model: "
-"""The name of every table about ``Settings.wide`` begins with this."""
+"""Prefix of the names of tables about ``Settings.wide``."""
 
 _DECODER = DecoderShape(
     layers=6, hidden=768, heads=12, kv_heads=2, intermediate=2048, vocabulary=8_000, context=65_536
@@ -155,7 +155,8 @@ def _measured(
     decoder: DecoderShape,
     totals: Sequence[int],
 ) -> tuple[list[Row], dict[str, Series], str]:
-    """Return what one model takes for so many tokens: rows, the times of each column, and the model in words.
+    """Measure one model at each of these totals of tokens. Return the rows, the times of each column, and a description
+    of the model.
 
     Raises:
         BenchFailed: there are too few tokens for a document of one size.
@@ -168,7 +169,7 @@ def _measured(
     grown = {n: [n // settings.documents] * settings.documents for n in totals}
     added = {n: [settings.fixed] * (n // settings.fixed) for n in totals}
     columns: dict[str, Callable[[], float]] = {}
-    # documents of both kinds, packets, and what requests leave behind
+    # documents of both kinds, packets, and the prefixes that requests leave behind
     room = 4 * sum(totals) + 4 * max(totals)
     with engine_for(model, room) as engine:
         subject = _FlatSubject(engine, ids, settings, placement)
@@ -220,7 +221,7 @@ class _FlatSubject:
         return measure
 
     def memory(self, total: int, documents: int, policy: str) -> Row:
-        """Return the pages of a prompt and the other memory that a request took; no figure where it cannot be told."""
+        """Return the pages of a prompt and the other memory that a request took; no figure if it cannot be measured."""
         soft = 2 * SOFT * documents if policy == PACKED else 0
         pages = (
             -(-(total + soft + self._settings.text + 2) // PAGE) * self._engine.stats()["pages"]["page_bytes"]
@@ -236,14 +237,15 @@ def _mib(size: int) -> float:
 
 
 def _growth(samples: dict[str, Series], kind: str, policy: str, sizes: Iterable[int]) -> float:
-    """Return by what the time grows while the context grows 16 times, or as far as it does."""
+    """Return the factor by which the time grows while the context grows 16 times, or over the measured range if that is
+    smaller."""
     low = min(sizes)
     high = max(total for total in sizes if total <= 16 * low)
     return paired(samples[f"{kind} {high} {policy}"], samples[f"{kind} {low} {policy}"])
 
 
 def _reach(rows: Sequence[Row]) -> dict[str, float]:
-    """Return how many times as many tokens ``legolink`` reaches as ``cacheblend`` in the same memory."""
+    """Return the ratio of the tokens that ``legolink`` and ``cacheblend`` reach in the same memory."""
     needs = {
         policy: [
             (row["tokens"], row["memory_MiB"])
@@ -259,8 +261,8 @@ def _reach(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def reach(needs: Sequence[tuple[int, float]], budget: float) -> float:
-    """Return the number of tokens with which a need, measured at some numbers of tokens, comes up to a budget. Between
-    them it is taken to grow in proportion, and below the first."""
+    """Return the number of tokens at which a need, measured at several sizes, reaches a budget. The need is
+    interpolated linearly between the sizes and in proportion below the first."""
     before, had = 0, 0.0
     for tokens, need in needs:
         if need > budget:

@@ -26,7 +26,7 @@ SCHEMA = {
     "minItems": 1000,
     "x-guidance": {"whitespace_flexible": False},
 }
-"""An answer of it has no end within a bench."""
+"""A form whose answers do not end within a bench."""
 
 
 MODEL = model_folder()

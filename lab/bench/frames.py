@@ -43,7 +43,7 @@ class Settings:
     """Sizes of the ``frames`` bench.
 
     Args:
-        frames, window: frames that arrive, and the most that a prompt holds.
+        frames, window: number of frames that arrive, and the maximum number that a prompt holds.
         system, text, question: tokens of the system prompt, of the text before each frame, and of the question after
             the last one, which is new in every step.
     """
@@ -123,7 +123,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
 
 
 def measure(settings: Settings, ways: Mapping[str, Measure], ticker: Ticker) -> dict[str, list[float]]:
-    """Return the milliseconds of every step by column. The columns take turns at being measured first."""
+    """Return the milliseconds of every step by column. The columns take turns in going first."""
     samples: dict[str, list[float]] = {name: [] for name in ways}
     names = list(ways)
     ticker.expect(settings.frames * len(names))

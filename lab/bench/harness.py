@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 
 class BenchFailed(MPICError):
-    """A bench has found a wrong result, which is worse than a slow one."""
+    """A bench has found a wrong result, so its times mean nothing."""
 
     code = "bench_failed"
 
@@ -79,8 +79,8 @@ class Bench:
         wants: the goal in words for each headline.
         engine: the engine it measures; the native one is registered first and has the others in ``others``.
         in_process: True if it runs in this process, where the number of threads can be set.
-        on_cpu: True if it always measures the CPU, whatever other device there is, and in ``dtypes`` alone.
-        dtypes: those that a bench measures which is always on the CPU.
+        on_cpu: True if it always measures the CPU, even if there is another device, and only in ``dtypes``.
+        dtypes: the dtypes measured by a bench that always runs on the CPU.
         sizes: the fields that ``--size NAME`` changes; the first size changes none. Empty: it has one size.
         cases: short names of the parts that ``--only`` selects, for settings with a field ``only``. The rows of a case
             have a table of their own.
@@ -186,8 +186,8 @@ def interleave(
 def rotated(columns: Sequence[Column], turn: int) -> list[Column]:
     """Return the columns in the order of a round, by a balanced Latin square (Williams, Experimental designs balanced
     for the estimation of residual effects of treatments, 1949): over as many rounds as there are columns, or twice as
-    many of an odd number, each stands equally often in each place and behind each other one, so that what one leaves
-    behind affects all of them alike."""
+    many of an odd number, each column takes each place, and follows each other column, equally often, so that
+    after-effects of one column hit all others alike."""
     count = len(columns)
     steps = [(place + 1) // 2 * (1 if place % 2 else -1) for place in range(count)]
     order = [columns[(turn + step) % count] for step in steps]

@@ -66,8 +66,8 @@ class Settings:
 
 
 class _Meter:
-    """The most pages in use, as the engine tells it behind every token, and the most that running requests would need
-    with a copy each."""
+    """The maximum of pages in use, as the engine reports it after every token, and the maximum that the running
+    requests would need with a copy each."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

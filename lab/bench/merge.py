@@ -16,7 +16,8 @@ FREE = ("only", "repeats")
 
 
 def earlier(path: Path, entry: Bench, settings: Any, placement: BenchDevice) -> dict[str, Any] | None:
-    """Return the result that a file holds, or None if there is no file. Ask before hours are spent on a measurement.
+    """Return the result that a file holds, or None if there is no file. Call this before hours are spent on a
+    measurement.
 
     Raises:
         BadRequest: the file holds no result of this bench with these settings, device and dtype.
@@ -44,10 +45,10 @@ def earlier(path: Path, entry: Bench, settings: Any, placement: BenchDevice) -> 
 
 
 def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the old result with the tables of the new one in the place of its own. ``settings.remade`` says of each
+    """Return the old result with the new result's tables in place of its own. ``settings.remade`` says of each
     of these tables on what machine and with which settings it was measured; the rest of the old result stays as it was.
 
-    A table of both in which the columns are headlines, such as one of ratios, is merged row by row.
+    A table in both results whose columns are headlines, such as one of ratios, is merged row by row.
     """
     shared = {row["table"] for row in new["rows"] if row.get("column") in new["headline"]}
     measured = {row["table"] for row in new["rows"]} - shared

@@ -48,8 +48,8 @@ class Settings:
         missing: how many of them are compiled, in turn.
         tower, missing_images: the vision encoder of a further prompt over as many images, and how many of them are
             encoded and compiled while the others are loaded, in turn.
-        many, many_text, many_policy: a further prompt, over so many chunks and with so few new tokens that loading
-            takes about as long as computing; none of its chunks is missing.
+        many, many_text, many_policy: a further prompt with so many chunks and so few new tokens that loading takes
+            about as long as computing; none of its chunks is missing.
     """
 
     decoder: DecoderShape = _DECODER
@@ -147,7 +147,7 @@ def _cores() -> int:
 
 
 class _ReadOnlyStore:
-    """A store that keeps what it has: compiled chunks are not written to it."""
+    """A store whose content stays fixed: compiled chunks are not written to it."""
 
     def __init__(self, store: ChunkStore) -> None:
         self._store = store
@@ -160,8 +160,8 @@ class _ReadOnlyStore:
 
 
 class _Subject:
-    """An engine with stored chunks. Before every measurement nothing is resident and no file is in the page cache; a
-    chunk that is to be missing is a new one."""
+    """An engine with stored chunks. Before every measurement nothing is resident and no file is in the page cache;
+    chunks that must be missing are new."""
 
     def __init__(self, kind: str, settings: Settings, model: BenchModel, library: Library) -> None:
         self._kind, self._settings, self._library = kind, settings, library
@@ -171,7 +171,7 @@ class _Subject:
         self._tokens = 2 * settings.chunks * (settings.tokens + 2 * PAGE) + 1024
         self._opened = ExitStack()
         with engine_for(model, self._tokens, library.store) as first:
-            compile_all(first, self.chunks)  # closing it writes them
+            compile_all(first, self.chunks)  # closing the engine writes the chunks
         self._engine = self._opened.enter_context(
             engine_for(model, self._tokens, _ReadOnlyStore(library.store))
         )

@@ -1,4 +1,4 @@
-"""The memory that some work takes at its peak, beyond what the process had before."""
+"""Measures the peak memory of some work beyond what the process held before."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def peak_of(work: Callable[[], T], placement: BenchDevice) -> tuple[T, int | None]:
-    """Run some work. Return its result, and the bytes at its peak beyond those before: of the device on CUDA, of this
-    process's resident memory on Linux, None where neither can be told.
+    """Run some work. Return its result, and the bytes at its peak beyond those before: device memory on CUDA, resident
+    memory of this process on Linux, None if neither can be measured.
 
-    Memory that was freed before and not given back to the system is not seen when it is used again, so a first run of
-    the work counts, not a later one.
+    Memory that was freed earlier but not returned to the system does not show up when it is reused, so measure the
+    first run of the work.
     """
     if placement.device.type == "cuda":
         torch.cuda.synchronize(placement.device)
@@ -37,7 +37,7 @@ def peak_of(work: Callable[[], T], placement: BenchDevice) -> tuple[T, int | Non
 
 
 def _reset() -> int | None:
-    """Set the process's peak back to what it has now, and return that."""
+    """Reset the process's peak to its current memory, and return that in bytes."""
     with suppress(OSError):  # there is no /proc, or the system does not let a process do this
         _RESET.write_text("5")
         return _field("VmRSS")

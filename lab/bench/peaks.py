@@ -1,7 +1,7 @@
 """Measures the peak rates of CacheBlend and LegoLink over the length of documents (EPIC, sections 4.2 and 5.5).
 
-The one computes 15 % of a document's tokens again and passes all of them through its first layer, the other computes 16
-tokens of every document, whatever its length. So their ratio is one of document lengths, and ``serving``, whose
+CacheBlend recomputes 15 % of a document's tokens and passes all of them through its first layer; LegoLink computes 16
+tokens of every document, whatever its length. So their ratio depends on document length, and ``serving``, whose
 documents have 576 tokens, shows one point of it. Beside every measured ratio stands that of the counted operations.
 """
 
@@ -44,7 +44,7 @@ class Settings:
     seed: int = 0
 
     def load(self, tokens: int) -> serving.Settings:
-        """Return the load whose documents have so many tokens."""
+        """Return the load with documents of this many tokens."""
         same = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "lengths"}
         return serving.Settings(chunk_tokens=tokens, **same)
 

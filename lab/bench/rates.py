@@ -1,9 +1,9 @@
 """Measures users who return at random, under every policy at the same rates (EPIC, sections 5.2 and 5.5, figure 8).
 
-Every user has documents that were compiled once, and asks about them again and again for a while. How many users there
-are follows from the share of the pool that their documents may fill; the rest is what running requests have. All
-policies get the same users, requests and times. A prompt is as long as those of the paper's workload, 2WikiMQA: ten
-documents, 5 thousand tokens, and a question.
+Every user has documents that were compiled once, and asks about them again and again for a while. The number of users
+follows from the share of the pool that their documents may fill; running requests have the rest. All policies get the
+same users, requests and times. A prompt is as long as those of the paper's workload, 2WikiMQA: ten documents, 5
+thousand tokens, and a question.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BLENDED, LINKED = "cacheblend-15", "legolink-16"
 FILLED = "share of the pool that documents fill: "
 SHARES = {"10": 0.1, "30": 0.3, "60": 0.6}
 """Shares of the pool that the users' documents may fill (EPIC's context cache ratio), by the name of their case, which
-is the share in percent. Users are whole, so they fill a little less."""
+is the share in percent. Because only whole users fit, they fill a little less."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Settings:
         documents: documents of a user, who asks about all of them each time.
         text: tokens around the documents: half of them before, half, the question, behind.
         rates: requests a second of all users together.
-        seconds: time for which they arrive; what has not been answered then is ended and not counted.
-        repeats: runs with other times, of each cell.
+        seconds: time for which requests arrive; those unanswered by then are aborted and not counted.
+        repeats: runs of each cell, each with its own arrival times.
     """
 
     decoder: DecoderShape = _DECODER
@@ -190,7 +190,7 @@ class _Users:
         self._documents: list[list[Chunk]] = []
 
     def enter(self, count: int) -> None:
-        """Compile the documents of further users, until there are so many."""
+        """Compile the documents of further users until there are ``count`` users."""
         settings = self._settings
         while len(self._documents) < count:
             made = self._ids.chunks(settings.documents, settings.document_tokens)
@@ -210,7 +210,7 @@ class _Users:
         times = [time for time in poisson(rng, rate, settings.seconds) if time < settings.seconds] or [0.0]
         asking = [rng.randrange(len(self._documents)) for _ in times]
         for documents in self._documents:
-            compile_all(self._engine, documents)  # those that requests of another policy have driven out
+            compile_all(self._engine, documents)  # documents that requests of another policy have evicted
         requests = [self._request(policy, user) for user in asking]
         served = send(self._engine, requests, times, until=settings.seconds)
         return _figures(served, len(requests), settings.seconds)

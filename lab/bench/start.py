@@ -1,8 +1,8 @@
 """Measures how long ``mpic serve`` takes until it answers.
 
-Every start is a process of its own. Processor seconds are compared, because other work on the machine changes them less
-than the time on the clock. A server takes turns with a script that only imports the libraries and loads the model with
-transformers, which a server made of them has to do, too. The first round is not counted: it fills the page cache.
+Every start is a process of its own. CPU seconds are compared, because other work on the machine changes them less than
+wall-clock time. A server takes turns with a script that only imports the libraries and loads the model with
+transformers, which any server built from them has to do, too. The first round is not counted: it fills the page cache.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def run(settings: Settings, placement: BenchDevice, ticker: Ticker) -> Report:
 
 @contextmanager
 def started(model: str, data_dir: Path, *options: str) -> Iterator[Start]:
-    """Start a server, wait until it is ready, yield what that took, and end it.
+    """Start a server, wait until it is ready, yield the cost of the start, and end the server.
 
     Raises:
         StartFailed: the server does not start.
@@ -129,10 +129,10 @@ def started(model: str, data_dir: Path, *options: str) -> Iterator[Start]:
 
 
 def _loaded(model: str) -> Start:
-    """Return what a process takes that imports the libraries and loads a model with transformers, without a server.
+    """Measure a process that imports the libraries and loads a model with transformers, without a server.
 
     Raises:
-        BenchFailed: it did not load it; the message holds the end of what it wrote.
+        BenchFailed: it did not load the model; the message holds the end of its output.
     """
     command = [sys.executable, "-c", SCRIPT, str(time.time()), model or bundled_model()]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

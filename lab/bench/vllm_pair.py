@@ -39,7 +39,7 @@ LINK = f"mpic-{K}"
 HOST, PAGES, DISK = (f"{LINK}: {tier}" for tier in ("host memory", "page cache", "disk"))
 ALONE, FLOOR = "vllm: prefix caching", "vllm: all in its prefix cache"
 LEAST_FREE = 0.05
-"""Share of a GPU's memory that has to be free when an engine starts."""
+"""Share of a GPU's memory that must be free when an engine starts."""
 
 
 @dataclass(frozen=True)
@@ -131,12 +131,12 @@ def engine_config(
     """Return the configuration of an engine that has no more than it needs of a device.
 
     Args:
-        tokens: that the KV cache holds at least.
-        more: of ``EngineConfig``.
+        tokens: minimum number of tokens that the KV cache holds.
+        more: further fields of ``EngineConfig``.
     """
     arguments: dict[str, float] = {"block_size": block}
     if placement.device.type == "cuda":
-        # by default vLLM does not start beside another process that has a part of the GPU
+        # by default vLLM refuses to start if another process uses part of the GPU
         arguments["gpu_memory_utilization"] = LEAST_FREE
     return EngineConfig(
         engine="vllm",

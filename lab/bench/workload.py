@@ -53,7 +53,7 @@ class DecoderShape:
         return self.layers * 2 * width * dtype.itemsize
 
     def sizes(self) -> dict[str, int]:
-        """Return what the configuration of a decoder says about them, whichever its kind."""
+        """Return the decoder's sizes, under the names that configurations of every family share."""
         return {
             "vocab_size": self.vocabulary,
             "hidden_size": self.hidden,
@@ -116,7 +116,7 @@ class BenchModel:
         folder: of the checkpoint.
         placement: device and dtype with which engines load it.
         description: for the settings of a result.
-        keeper: keeps the folder; it is removed when nobody holds this model any more.
+        keeper: keeps the folder; it is removed with the last reference to this model.
     """
 
     folder: Path
@@ -139,7 +139,7 @@ class BenchModel:
 
 @contextmanager
 def made_on(placement: BenchDevice) -> Iterator[None]:
-    """Has modules made on the device from the start, in its dtype: a large model would take minutes on the host."""
+    """Create modules directly on the device and in its dtype, because a large model would take minutes on the host."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(placement.dtype)
     try:
@@ -282,7 +282,7 @@ def engine_for(
     Raises:
         ModelRefused: the model cannot be served with these options.
     """
-    from mpic.config import EngineConfig  # needs what the bare machine of a GPU report may lack
+    from mpic.config import EngineConfig  # needs packages that a GPU report's machine may lack
 
     placement = model.placement
     token_bytes = model.decoder.token_bytes(torch.float16 if "kv_dtype" in options else placement.dtype)
@@ -341,7 +341,7 @@ def first_token(engine: Engine, request: GenerationRequest) -> tuple[float, Gene
 
 @contextmanager
 def decoding(engine: Engine, requests: Sequence[GenerationRequest]) -> Iterator[Iterator[Delta]]:
-    """Has a batch of answers decoded: yields the deltas of the last one once all have their first tokens. The answers
+    """Decode a batch of answers: yield the deltas of the last one once all have their first tokens. The answers
     are aborted at the end."""
     streams = [engine.submit(request) for request in requests]
     try:
@@ -357,7 +357,7 @@ def decoding(engine: Engine, requests: Sequence[GenerationRequest]) -> Iterator[
 
 
 def expect(usage: GenerationUsage, *, reused: int, prefix_hit: int) -> None:
-    """Check that the engine did what the column claims, without which a measurement does not count."""
+    """Check that the engine did what the column claims; otherwise the measurement does not count."""
     stale = [c.tier for c in usage.chunks if c.reused and c.tier != "device"]
     if usage.reused != reused or usage.prefix_hit != prefix_hit or stale:
         raise BenchFailed(

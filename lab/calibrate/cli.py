@@ -82,9 +82,9 @@ def calibrate(
     served = {"device": device, "dtype": dtype, "kv_dtype": kv_dtype, "quantize": quantize}
     config = replace(config, policies=tuple(dict.fromkeys(names)), at_once=1, **served)
     folder = data_dir or Path(default_data_dir())
-    with suppress(LibraryInUse):  # a server that runs meanwhile finds the calibration at its next start
+    with suppress(LibraryInUse):  # a running server finds the calibration at its next start
         preflight.check_folder(folder)
-    folder.mkdir(parents=True, exist_ok=True)  # what cannot be written is refused before hours of questions
+    folder.mkdir(parents=True, exist_ok=True)  # fail here rather than after hours of questions
     preflight.check_engine(EngineConfig(model=config.model, **served))
     preflight.check_model(config.model)
     console = Console()

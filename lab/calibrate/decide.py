@@ -21,14 +21,14 @@ Z = 1.959964
 """Quantile of the normal distribution for a 95 % interval."""
 MOST_QUESTIONS = 1_000_000
 LEAST_RIGHT = 33.3
-"""Points of 100 that ``full`` must have. A model that cannot answer has nothing to lose, whatever it is served; from a
-third on, what is lost of right answers is at most three times the points that are shown."""
+"""Minimum points of 100 for ``full``. A model that cannot answer has nothing to lose under any policy; with at least a
+third of answers right, the share of right answers lost is at most three times the points shown."""
 
 
 @dataclass(frozen=True)
 class Paired:
-    """The answers of a policy to ``n`` questions, beside those of ``full``: the sum of what it lost, and of what it
-    gained, each question counting at most 1."""
+    """The answers of a policy to ``n`` questions compared with those of ``full``: the sum of its losses and the sum of
+    its gains, each question counting at most 1."""
 
     n: int
     worse: float
@@ -44,15 +44,15 @@ class Paired:
         return -_upper(self.better, self.worse, self.n), _upper(self.worse, self.better, self.n)
 
     def cannot_meet(self, bound: float, questions: int) -> bool:
-        """Return whether the bound is exceeded already, or the interval would end above it even if none of the rest of
-        so many questions differed, where so many can show it at all."""
+        """Return whether the bound is already exceeded, or would be missed even if no remaining question of the total
+        differed, provided that the total can show the bound at all."""
         n = max(self.n, questions)
         hopeless = _upper(0, 0, n) <= bound < _upper(self.worse, self.better, n)
         return hopeless or self.interval()[0] > bound
 
     def questions_for(self, bound: float) -> int | None:
-        """Return how many questions would show that the bound is met, if the others were like these; None: it is not
-        met, or none would do."""
+        """Return how many questions like these would show that the bound is met; None if the bound is not met, or no
+        number would show it."""
         if self.lost >= bound:
             return None
         times = 1.0
@@ -88,7 +88,7 @@ def paired(answers: Iterable[PolicyAnswer], policy: str) -> Paired:
 
 
 def measured(answers: Iterable[PolicyAnswer], policy: str) -> MeasuredPolicy | None:
-    """Return the figures of a policy; None if it answered nothing that ``full`` answered, too."""
+    """Return the figures of a policy; None if it answered no question that ``full`` answered."""
     both = _both(answers, policy)
     if not both:
         return None

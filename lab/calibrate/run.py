@@ -28,7 +28,7 @@ TASKS = {
 
 
 class Verdict(NamedTuple):
-    """A policy's figures for a kind of chunk, and what follows."""
+    """A policy's figures for a kind of chunk, and the verdict."""
 
     kind: str
     figures: MeasuredPolicy
@@ -41,7 +41,7 @@ class Calibrator(Evaluator):
     Args:
         config: the tasks, the model and the policies.
         out: folder of the answers; an unfinished run in it goes on.
-        bound: most points of 100 that a policy may lose, at the upper end of its 95 % interval.
+        bound: maximum points of 100 that a policy may lose, at the upper end of its 95 % interval.
 
     Raises:
         BadRequest: ``auto`` may not choose one of the policies; and as ``Evaluator``.
@@ -59,7 +59,7 @@ class Calibrator(Evaluator):
         self._hopeless: set[tuple[str, str]] = set()
 
     def settings(self) -> EngineConfig:
-        """Return how the engine is loaded: as a server loads it, so that the calibration is of what is served."""
+        """Return the engine's configuration: that of a server, so that the calibration matches what is served."""
         return replace(super().settings(), dtype=self.config.dtype)
 
     def loaded(self, engine: Engine) -> None:

@@ -40,8 +40,8 @@ REFUSALS = frozenset(
         VideoTooLarge,
     )
 )  # fmt: skip
-"""Codes of errors that depend on the question, the model and the policy alone, not on memory, on the device or on what
-is installed."""
+"""Codes of errors that depend only on the question, the model and the policy, not on memory, the device or installed
+packages."""
 
 
 @dataclass

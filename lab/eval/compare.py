@@ -4,7 +4,7 @@ Points lost come with a 95 % interval: questions are resampled 2,000 times withi
 chunks), always a question's two answers together (stratified paired bootstrap; Efron and Tibshirani 1993, chapter 13).
 A difference whose interval contains 0 may be chance.
 
-A policy that lacks a cell has figures over other questions than the others. It is marked, and ranked with none.
+A policy that lacks a cell has figures over other questions than the rest, so it is marked and left out of the ranking.
 """
 
 from __future__ import annotations

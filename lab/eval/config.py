@@ -142,7 +142,7 @@ class EvalConfig:
             return None
         try:
             found = try_to_load_from_cache(self.model, "config.json")
-        except ValueError:  # no id of the hub
+        except ValueError:  # not a hub id either
             return f"model {self.model} does not exist"
         there = isinstance(found, str)
         return (
@@ -150,8 +150,8 @@ class EvalConfig:
         )
 
     def data(self) -> dict[str, list[Any]]:
-        """Return the data that the samples of each cell come from, to tell runs apart. Answers are kept by task and
-        number of chunks.
+        """Return the data that the samples of each cell come from, so that runs can be distinguished. Answers are kept
+        by task and number of chunks.
 
         Raises:
             ConfigError: two tasks would answer under the same name and number of chunks.

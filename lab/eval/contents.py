@@ -29,8 +29,8 @@ def contents_of_cells(cells: Iterable[tuple[str, Options]]) -> dict[str, dict[st
 
 
 def contents_of(path: Path) -> str:
-    """Return the digest of a file, or of the names and sizes of the files in a folder, without those that programs
-    that show folders leave there."""
+    """Return the digest of a file, or of the names and sizes of the files in a folder, without the files that file
+    managers leave there."""
     if path.is_file():
         return digest_of(path)
     files = ((one.relative_to(path), one) for one in path.rglob("*") if one.is_file())

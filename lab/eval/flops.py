@@ -16,7 +16,7 @@ from mpic.engine.base import GenerationUsage
 from mpic.link import DynamicPolicy, Evidence, Policy
 
 _QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
-"""Names by which decoders of transformers call what makes queries, keys and values."""
+"""Names of the modules for queries, keys and values in transformers' decoders."""
 
 
 class Flops:
@@ -34,16 +34,16 @@ class Flops:
         config = model.config.get_text_config()
         heads, plain = config.num_attention_heads, config.hidden_size // config.num_attention_heads
         dims = [getattr(getattr(one, "self_attn", None), "head_dim", plain) for one in layers]
-        self.pair = 4 * heads * sum(dims) / len(dims)  # of layers whose heads differ the mean
+        self.pair = 4 * heads * sum(dims) / len(dims)  # the mean, if layers differ in heads
         self.head = 2 * config.hidden_size * config.vocab_size
 
     def of(self, usage: GenerationUsage, policy: Policy | None = None) -> float:
         """Return the operations of a request's prefill.
 
         Args:
-            policy: a dynamic one has looked at the prompt first: by deviation in one layer and the projections of the
-                next over the whole prompt, by attention in the projections of the text behind the chunks and its scores
-                over their tokens.
+            policy: a dynamic policy has looked at the prompt first, which counts, too: for deviation, one layer and the
+                next layer's projections over the whole prompt; for attention, the projections of the text after the
+                chunks and its scores over their tokens.
         """
         rows, pairs = usage.computed, usage.attended
         total = self.layers * (self.layer * rows + self.pair * pairs) + self.head

@@ -42,7 +42,7 @@ class Grader:
     configuration names.
 
     Attributes:
-        digest: tells judges apart: of the model, the rubric and what is shown of images.
+        digest: identifies the judge: digest of the model, the rubric and how images are shown.
 
     Args:
         transport: a transport of httpx, for tests.

@@ -4,8 +4,8 @@ model searches, and whether the answers are correct.
 *Recall* of the retriever over 200 entries, against the generator's truth. *Answers* to the questions whose facts are
 only in the library (``form`` question of its ``queries.jsonl``), greedy, exact match: without a library,
 with ``auto``, and with the right reference in the prompt where the model expects one. *Searches*: how often the model
-asks when it must (those questions) and when it need not (held-out questions about what is in the context). *Asking*:
-the same by what asks (``mpic.retrieval.trigger``): *recall* is the share of those questions that are searched for, and
+searches when it must (those questions) and when it need not (held-out questions about the context). *Asking*: the same
+for each trigger (``mpic.retrieval.trigger``): *recall* is the share of those questions that are searched for, and
 *precision* the share of the searches that had to be made. There, with a trigger other than the model's own call, the
 token that begins one is never drawn, as if the model had none.
 """
@@ -69,7 +69,7 @@ ASKING: tuple[dict[str, Any], ...] = (
 
 
 def evaluate(policy: str = "mpic-16", limit: int = 1000, model: str | None = None) -> dict[str, Any]:
-    """Evaluate everything and return a report that can be JSON. It takes minutes on a CPU."""
+    """Evaluate everything and return a report that can be written as JSON. This takes minutes on a CPU."""
     with tempfile.TemporaryDirectory(prefix="mpic-eval-") as data_dir:
         library = Library.open(Path(data_dir))
         dtype = dtype_for_results("auto", choose_device())
@@ -131,7 +131,7 @@ class RetrievalSetup:
     """An engine and a library, with several ways to ask.
 
     Attributes:
-        generation: that of the pictures and documents which suit the model.
+        generation: the generation of pictures and documents that suits the model.
         references: the folder of its reference set.
     """
 

@@ -105,7 +105,7 @@ class Evaluator:
         return list(self.done.values())
 
     def settings(self) -> EngineConfig:
-        """Return how the engine is loaded."""
+        """Return the engine's configuration."""
         config = self.config
         return EngineConfig(
             model=config.model,
@@ -117,7 +117,7 @@ class Evaluator:
         )
 
     def loaded(self, engine: Engine) -> None:
-        """Is called once the engine is loaded, before any question."""
+        """Do further work once the engine is loaded, before any question; a hook for subclasses."""
 
     def policies_of(self, task: str) -> Sequence[str]:
         """Return the policies that answer the next question of a task."""
@@ -126,8 +126,8 @@ class Evaluator:
     def _samples(
         self, session: _Session, name: str, options: Options, done: dict[Any, PolicyAnswer]
     ) -> Iterator[Sample]:
-        """Yield the samples of a cell. Before the first that lacks answers, checks that they would be computed as
-        those before; a finished run may be graded on another machine."""
+        """Yield the samples of a cell. Before the first sample without answers, check that its answers would be
+        computed like the earlier ones; a finished run may be graded on another machine."""
         checked = False
         for sample in session.samples(name, options):
             if not checked and session.missing(name, options, sample, done):
@@ -214,7 +214,7 @@ class _Session:
             for answer in answers.values():
                 answer.skipped = f"{error.code}: {error}"
             return list(answers.values())
-        # an order of its own for every sample: what one request leaves in the pool is no policy's alone to pay for
+        # shuffle for every sample, so that no policy alone pays for what other requests leave in the pool
         random.Random(f"{name} {chunks} {sample.id}").shuffle(missing)
         for policy in missing:
             self._answer(answers[policy], prompt, sample, full)
@@ -251,7 +251,7 @@ class _Session:
         self, answer: PolicyAnswer, prompt: Prompt, sample: Sample, full: dict[int, float] | None
     ) -> None:
         try:
-            if answer.policy not in self._warm:  # so that one-time set-up is not measured
+            if answer.policy not in self._warm:  # keep one-time set-up out of the measurement
                 self._warm.add(answer.policy)
                 list(self._submit(prompt, answer.policy, "warm", max_tokens=2))
             text, usage, ttft = self._run(prompt, answer.policy, sample.max_tokens)

@@ -3,8 +3,8 @@ context".
 
 The beginning of a prompt, to the end of its last document, is one chunk: the documents, with the text before and
 between them, are computed in one pass, in which each attends to those before it, and one press compresses them all.
-Nothing of that chunk can be reused in another prompt, so this is no policy and is not served. It says what a press
-costs where nothing is lost by compiling documents apart: without a press it gives the answers of ``full``.
+Nothing of that chunk can be reused in another prompt, so this is not a policy and is not served. It shows what a press
+costs when nothing is lost by compiling documents apart: without a press it gives the answers of ``full``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mpic.kv.chunk import Chunk, ChunkKey, digest
 from mpic.prompt import ChunkSegment, Prompt, TextSegment
 
 SINGLE = "single"
-"""How an evaluation names it, alone or with a press."""
+"""Its name in an evaluation, alone or before a press."""
 
 
 def joined(prompt: Prompt) -> Prompt:

@@ -1,4 +1,4 @@
-"""Draws the chunks of a conversation, with their labels and what is known about them."""
+"""Draws the chunks of a conversation, with their labels and facts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mpic_lab.generator.worlds import FIRST, World
 KINDS = ("image", "image", "card", "biography", "biography", "needle")
 NAMED = 0.35
 """Share of the conversations whose chunks have handles."""
-_THINGS = 12  # whose codes are in a prompt, at most, so that some are left to search for
-_COUNTED = 10  # chunks in a prompt, at most: training counts up to here
+_THINGS = 12  # maximum objects whose codes are in a prompt, so that some are left to search for
+_COUNTED = 10  # maximum chunks in a prompt: training counts up to here
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """A chunk of a conversation with what is known about it."""
+    """A chunk of a conversation with its facts."""
 
     label: str
     part: Image | Document
@@ -45,7 +45,7 @@ class ChunkGenerator:
         self.rng = random.Random(f"{split}-{seed}")
         self.split: Split = split
         self.asking: Asking = asking or split
-        self._backgrounds: list[int] = []  # those left for the large images of a conversation
+        self._backgrounds: list[int] = []  # backgrounds left for the large images of a conversation
 
     def image(self, scene: Scene, name: str | None = None) -> Image:
         """Return the scene as an image chunk."""
@@ -95,10 +95,10 @@ class ChunkGenerator:
         return items
 
     def _handles(self, count: int, named: bool) -> list[str] | list[None]:
-        """Return what chunks are called besides their kind; none: they are counted.
+        """Return the names of chunks; without names, chunks are numbered.
 
-        Training of the second generation counts in any order: a chunk that always comes after `one` could be told by
-        the label of the chunk before it, and its own need not be read.
+        Training of the second generation numbers chunks in any order. If `two` always followed `one`, the model could
+        recognise a chunk by the label before it and need not read the chunk's own label.
         """
         if named:
             return draw_handles(self.rng, count, self.split)

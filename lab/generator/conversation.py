@@ -84,11 +84,11 @@ class ConversationSegment(NamedTuple):
 
     kind: str  # "text", "image" or "document"
     content: Any
-    target: bool = False  # the model is trained to generate it
+    target: bool = False  # True if the model is trained to generate it
 
 
 def number_word(index: int) -> str:
-    """Return 1 as "one"; numbers beyond twenty are in digits."""
+    """Return a number in words (1 as "one"), or in digits beyond twenty."""
     return NUMBERS[index - 1] if index <= len(NUMBERS) else str(index)
 
 

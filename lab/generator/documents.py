@@ -18,11 +18,11 @@ class Fact:
     text: str
     facts: dict[str, str]
     subject: str = ""  # the person of a biography
-    title: str = ""  # what a card that names it is about
+    title: str = ""  # the subject of a card that names it
 
 
 def length_of(text: str) -> int:
-    """Return the number of words and mark."""
+    """Return the number of words and punctuation marks."""
     return len(text.split()) + text.count(".") + text.count(",")
 
 
@@ -99,7 +99,7 @@ def biography(
 
 
 def needle(rng: random.Random, split: Split, things: str | list[str], words: tuple[int, int] = WORDS) -> Fact:
-    """Return the codes of a thing or of several, a sentence each, hidden in filler."""
+    """Return the codes of one or several objects, a sentence each, hidden in filler."""
     facts = {thing: draw_code(rng) for thing in ([things] if isinstance(things, str) else things)}
     rest = [reference_fact("code", thing, code) for thing, code in facts.items()]
     return Fact("needle", _interleave(rng, [], rest, _pad(rest, rng, split, words)), facts)

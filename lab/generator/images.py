@@ -1,4 +1,4 @@
-"""Images: up to four coloured shapes or digits, one a quadrant.
+"""Images: up to four coloured shapes or digits, one per quadrant.
 
 Those of 64 x 64 px are put together from pre-rendered sprites; on large ones every shape has a place and a size of its
 own within its quadrant.
@@ -29,13 +29,13 @@ BACKGROUND_LEVELS = tuple(
     (i, j, (i + j) % len(_LEVELS)) for i in range(len(_LEVELS)) for j in range(len(_LEVELS))
 )
 """Levels of red, green and blue of every background of large images; two of them differ in two colours at least. Large
-images of one prompt have different ones: by it, as by light and grain in photographs, patches of one image can be
-told from those of others."""
+images in one prompt have different backgrounds, by which patches of one image can be distinguished from those of
+others, as by light and grain in photographs."""
 BACKGROUNDS = tuple(tuple(_LEVELS[level] for level in levels) for levels in BACKGROUND_LEVELS)
 _JITTER = 6
 PATCH = 14
 """Side of the patch of a large image that becomes an image token, pixels."""
-_LINES = 3  # pixels of each patch, from the top and from the left, in which the background is seen, as between tiles
+_LINES = 3  # pixels at the top and left of each patch that show the background, like gaps between tiles
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _masks(split: Split, shape: str) -> list[np.ndarray]:
 
 
 def render_large(scene: Scene, rng: random.Random, split: Split) -> tuple[np.ndarray, np.ndarray]:
-    """Return the scene as uint8 [336, 336, 3], and which part of every pixel an object covers, [336, 336] in [0,
+    """Return the scene as uint8 [336, 336, 3], and the share of every pixel that an object covers, [336, 336] in [0,
     1]."""
     background = rng.randrange(len(BACKGROUNDS)) if scene.background is None else scene.background
     shift = [level + rng.uniform(-_JITTER, _JITTER) for level in BACKGROUNDS[background]]

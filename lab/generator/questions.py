@@ -100,7 +100,7 @@ def compare(
         shape = rng.choice(shared)
         first, second = colours_a[shape], colours_b[shape]
         if first != second and rng.random() < 0.8:
-            return None  # chance makes few pairs of one colour; about half of those asked about should be
+            return None  # few random pairs share a colour, but about half of the pairs in questions should
         verdict = "yes" if first == second else "no"
         text = ask(rng, asking, "same", L=label_a, M=label_b, x=shape)
         return Question(

@@ -1,9 +1,9 @@
 """Pictures of up to nine coloured objects on a coloured ground, and questions about them in ordinary English.
 
 A picture is a grid of three by three *places*. Each question has a kind, by which scores are kept, and its answer is a
-sentence in which one word decides. A scene is also known as a grid of 14 x 14 words, a patch each (`words`): what a
-vision tower may say about it. These words repeat each object in every row of patches of its place, because what a
-language model reads once it easily overlooks.
+sentence in which one word decides. A scene also has a description as a grid of 14 x 14 words, one per patch (`words`),
+which a vision tower learns to say. These words repeat each object in every row of patches of its place, because a
+language model easily overlooks a word that it reads only once.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def draw_picture(rng: random.Random, most: int = 4) -> Picture:
 
 
 def render(picture: Picture, rng: random.Random) -> np.ndarray:
-    """Return a picture as uint8 `[224, 224, 3]`; no two of a colour are quite alike."""
+    """Return a picture as uint8 `[224, 224, 3]`; the shade of each colour varies."""
 
     def shade(color: str) -> tuple[int, ...]:
         return tuple(max(0, min(255, value + rng.randint(-12, 12))) for value in GROUNDS[color])

@@ -92,7 +92,7 @@ class Generator(ChunkGenerator):
             return None
         (a, b), rng = items, self.rng
         scenes = (a.label, a.about), (b.label, b.about)
-        # most pairs cannot be asked about one colour: training tries that harder, then the other
+        # most pairs do not allow a question about one colour, so training tries that first, then the other kind
         kinds = [rng.choice(("more", "same"))]
         if self.split == "train":
             kinds = ["same"] * 4 + ["more"] if rng.random() < 0.7 else ["more"]

@@ -2,7 +2,7 @@
 
 Byte level, so any text survives a round trip; common words are one token, digits stand alone and upper-case handles
 fall into syllables, so that a fresh handle is spelled with familiar pieces. A model only works with the tokenizer it
-was trained with, so what models are trained with is the stored one, whatever becomes of the generator.
+was trained with, so models are always trained with the stored tokenizer, however the generator changes.
 """
 
 from __future__ import annotations

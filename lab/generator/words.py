@@ -109,7 +109,7 @@ def draw_people(rng: random.Random, n: int, split: Split) -> list[str]:
             firsts.remove(first)
             lasts.remove(last)
             people.append(f"{first} {last}")
-        elif not any(fits(a, b) for a in firsts for b in lasts):  # the names left go with names already given
+        elif not any(fits(a, b) for a in firsts for b in lasts):  # only names already used are left
             firsts, lasts, people = list(FIRST_NAMES), list(LAST_NAMES), []
     return people
 

@@ -113,7 +113,7 @@ def segment_attention(case: Case, placement: BenchDevice, tiles: Tiles | None = 
 
     scale = case.dim**-0.5
     prepared, q = build(case, placement, tiles)
-    if case.rows > 1:  # as an engine finds out when it loads
+    if case.rows > 1:  # decided as by an engine when it loads
         out = torch.empty(q.shape[1], *q.shape[::2], dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], device=q.device)
         blocks, *_ = prepared.launch(0, q, scale, None, out, lse)

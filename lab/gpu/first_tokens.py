@@ -156,7 +156,7 @@ class FirstTokens:
         return images * prompts.tokens + 2 * (prompt + 512)
 
     def _room(self) -> float:
-        """Return the number of tokens that fit, with a quarter of the free memory left for work."""
+        """Return the number of tokens that fit if a quarter of the free memory is left for work."""
         return 0.75 * self._context.free() / self._costs.token
 
     def _policy(
@@ -189,7 +189,7 @@ class FirstTokens:
             prompt = self._prompt(prompts, images, policy == BASE)
             elapsed, usage = first_token(engine, request_of(prompt, policy, 2))
             stale = [c.tier for c in usage.chunks if c.reused and c.tier != "device"]
-            # the first compiles chunks that prompts under other policies have taken the pages of
+            # the first request compiles chunks whose pages prompts under other policies have taken
             if stale and number:
                 raise BenchFailed(f"{policy}: chunks came from {stale}")
             taken.append(elapsed / 1e3)

@@ -1,4 +1,4 @@
-"""Describes the machine and the software of a report's run, by which the runs of one file are told apart. This module
+"""Describes the machine and the software of a report's run, so that runs in one file can be distinguished. This module
 needs nothing but the standard library, so that a report can begin before torch is imported."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mpic_lab.gpu.record import Line
 
 
 def facts(device: str) -> dict[str, Any]:
-    """Return the GPU's name (None on the CPU, or where it cannot be asked), the checkout's commit and torch's
+    """Return the GPU's name (None on the CPU, or if it cannot be queried), the checkout's commit and torch's
     version (None without torch)."""
     asked = ask("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") if device == "cuda" else None
     return {"gpu": asked and asked.splitlines()[0], "commit": commit(), "torch": version("torch")}
@@ -28,13 +28,13 @@ def version(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """Return the commit of the checkout, None where git cannot tell."""
+    """Return the commit of the checkout; None if git cannot say."""
     root = Path(__file__).resolve().parents[2]
     return ask("git", "-C", str(root), "describe", "--always", "--dirty")
 
 
 def ask(*command: str) -> str | None:
-    """Return what a program prints, None if it is not there, fails, or takes too long."""
+    """Return the output of a program; None if it is missing, fails, or takes too long."""
     if shutil.which(command[0]) is None:
         return None
     try:

@@ -91,13 +91,14 @@ def tune(
 
 
 def _flush(placement: BenchDevice) -> torch.Tensor:
-    """Return memory that is written before each run: keys are then not in the caches, and the host has the time to
-    launch what is measured, which for a decoding step takes it longer than the device."""
+    """Return memory that is written before each run: keys are then not in the caches, and the host has time to launch
+    the measured kernels, which for a decoding step takes longer on the host than on the device."""
     size = 1 << 30 if placement.device.type == "cuda" else 1
     return torch.empty(size, dtype=torch.uint8, device=placement.device)
 
 
 def _of_group(case: Case, dim: int, group: int) -> Case:
-    """Return a case for a head dimension and so many query heads a key head, with about as many heads as before."""
+    """Return the case with another head dimension and ``group`` query heads per key head, with about as many heads as
+    before."""
     kv_heads = max(1, case.heads // group)
     return dataclasses.replace(case, dim=dim, kv_heads=kv_heads, heads=group * kv_heads)

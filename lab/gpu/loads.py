@@ -72,7 +72,7 @@ class _StoredChunks:
             self._link = self._costs.prefill(usage)
             self._context.timed("first token", self.shape, "resident", resident, self._link)
         self._paths = [library.store.path(key) for key in self.keys]
-        # what the loads are compared with: a new engine's first request, which costs more than later ones
+        # the baseline for loads: a new engine's first request, which costs more than later ones
         self._first = _best(lambda: self._linked(library, resident=True), repeats)
         self._context.timed(
             "first token", self.shape, "resident, a new engine's first request", self._first, self._link

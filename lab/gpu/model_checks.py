@@ -28,7 +28,7 @@ from mpic_lab.gpu.supervise import SectionRun
 
 
 def self_tests(run: SectionRun) -> None:
-    """Test the engine, in fp32 where its answers must be the very same; then real shapes under each attention."""
+    """Test the engine, in fp32 where answers must be identical; then real shapes under each attention."""
     context = Context(run)
     for attention in ("auto", "triton"):
         context.check(
@@ -55,7 +55,7 @@ def self_tests(run: SectionRun) -> None:
                 f"{model.name}, {str(context.placement.dtype).removeprefix('torch.')}",
                 attention,
                 functools.partial(_self_test, loaded, attention),
-                MOST * TOLERANCE[context.placement.dtype],  # beyond less, the test itself refuses
+                MOST * TOLERANCE[context.placement.dtype],  # the self-test already refuses smaller errors
                 "relative error",
             )
         del loaded

@@ -11,7 +11,7 @@ from mpic_lab.gpu.supervise import SectionRun
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "tests/kernels"
 FILES = ("test_spans.py", "test_triton_scatter.py", "test_triton_attention.py")
-"""Those that use the device; the others are of kernels for CPUs."""
+"""The test files that use the device; the others test kernels for CPUs."""
 
 
 class _TestRows:

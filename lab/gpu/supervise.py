@@ -1,5 +1,5 @@
 """Runs sections one after the other, each in a process of its own: an exception, a crash of the device or a hang ends
-that section only, and its rows until then are in the file. The standard library is all this needs."""
+that section only, and its rows until then are in the file. This module needs only the standard library."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from mpic_lab.gpu import record
 
 POLL = 0.1
 LEAST = 20.0
-"""A section is not begun with fewer seconds left than this, or than its limit."""
+"""A section is not begun if fewer seconds are left than this or, if that is less, its limit."""
 TAIL = 3000
-"""Characters of a process's last output that go into the file."""
+"""Maximum characters of a process's last output that go into the file."""
 STACKS = ("Timeout (", "Fatal Python error")
-"""How a dump of all threads' stacks begins; the innermost call of a thread comes first."""
+"""First words of a dump of all threads' stacks; each lists the innermost call first."""
 
 
 @dataclass(frozen=True)

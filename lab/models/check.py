@@ -30,9 +30,9 @@ from mpic_lab.oracle import IMAGE_TYPES, PREFIX_TYPES, StockOracle, TokenTypes
 POLICIES = ("full", "mpic-5", "reuse")
 TOKENS = 3
 LIMIT = 1e-3
-"""Largest difference of log-probabilities in fp32, over answers of ``TOKENS`` tokens."""
+"""Maximum difference of log-probabilities in fp32, over answers of ``TOKENS`` tokens."""
 _BOS = 1
-"""The begin token of chunks that are compiled behind sink tokens. The policies here compile none of these."""
+"""The begin token for chunks compiled behind sink tokens; none of the policies here needs it."""
 
 
 class Row(NamedTuple):

@@ -30,8 +30,8 @@ _TRIES: tuple[dict[str, Any], ...] = (
     {"encoder_patch_size": 8, "do_image_splitting": False, "min_image_tokens": 4, "max_image_tokens": 16},
     {},
 )
-"""Arguments of an image processor; the first set that the model takes is used. Where none is, the first one's error is
-told: the last ones are for other processors."""
+"""Arguments of an image processor; the first set that the model takes is used. If none is taken, the error of the first
+set is reported, because the later sets are for other processors."""
 _OF_OTHERS = ("Qwen2VLImageProcessor", "Glm46VImageProcessor", "Glm4vImageProcessor", "CLIPImageProcessor")
 """Image processors for families that have none of their own; the stock model must take them."""
 

@@ -189,7 +189,7 @@ def small(
         kind = type(present) if isinstance(present, PretrainedConfig) else part
         if kind is not PretrainedConfig and isinstance(kind, type) and kind.__name__ != "AutoConfig":
             text = "text" in name or "decoder" in name
-            vision = {**_VISION, "out_hidden_size": text_sizes["hidden_size"]}  # what the text model is given
+            vision = {**_VISION, "out_hidden_size": text_sizes["hidden_size"]}  # the inputs of the text model
             changes[name] = small(kind, *((text_sizes, extra) if text else (vision, {})), text_sizes)
     layers = next(
         (changes[k] for k in ("num_hidden_layers", "n_layer", "num_layers") if k in changes), LAYERS

@@ -48,12 +48,12 @@ VOCABULARY = 300
 _OUTER = "Engine core initialization failed"
 """The words with which vLLM reports any error in its processes."""
 _FOLDER = re.compile(r"[^\s'\"]*/mpic-famil[\w-]*(/mpic-family-\w*)?")
-"""A checkpoint's folder, of which nothing is left."""
+"""The path of a checkpoint's temporary folder, which messages name only as ``FOLDER``."""
 _OPTIONS = {"pool_bytes": 1 << 26, "max_running": 8, "vllm_args": '{"block_size": 32}'}
 
 
 def check_on_vllm(family: str, kind: str, log: Path) -> Row:
-    """Check one family. Everything that goes wrong is in the row.
+    """Check one family. Report every failure in the row.
 
     Args:
         log: where the standard error of this process goes, and so that of vLLM's.
@@ -172,7 +172,7 @@ def compare(engine: Engine, model: nn.Module) -> tuple[float, float]:
 
 
 def _last(log: Path, pattern: str) -> str:
-    """Return what a pattern's group is in the last line of a log that it is found in; empty where it is in none."""
+    """Return a pattern's group from the last line of a log that matches; empty if no line does."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
     found = (re.search(pattern, line) for line in reversed(lines) if _OUTER not in line)
     return next((match[1] for match in found if match), "")

@@ -31,7 +31,7 @@ from mpic_lab.oracle import StockOracle
 
 _WHOLE = {"rope_parameters": {"partial_rotary_factor": 1.0}}
 _TEXT_SETTINGS: dict[str, dict[str, Any]] = {
-    "glm4v": _WHOLE,  # as transformers' default has it; vLLM's is a half
+    "glm4v": _WHOLE,  # transformers' default; vLLM's default is a half
     "glm4v_moe": _WHOLE,
     "glm_ocr": _WHOLE,
     "qwen3_vl_moe": {"norm_topk_prob": True, "rope_parameters": {"mrope_interleaved": True}},
@@ -155,7 +155,7 @@ def compare_images(engine: Engine, model: nn.Module, given: Images) -> tuple[flo
 def _arguments(
     family: str, config: Any, image_processor: Any, tokenizer: PreTrainedTokenizerFast, tokens: int
 ) -> dict[str, Any]:
-    """Return what arguments of processors are, by name, for images of so many ``tokens``."""
+    """Return the arguments of processors, by name, for images of ``tokens`` tokens."""
     vision = config.vision_config
     side, patch = getattr(vision, "image_size", None), getattr(vision, "patch_size", 8)
     patches = (side // patch) ** 2 if isinstance(side, int) else None

@@ -43,7 +43,7 @@ def sweep(
 def _rows(wanted: Sequence[tuple[str, str]], workers: int, seconds: float, engine: str) -> Iterator[Row]:
     from time import monotonic
 
-    is_daemon = engine == "native"  # vLLM starts processes, which a daemon may not
+    is_daemon = engine == "native"  # vLLM starts processes, which a daemonic process may not do
     preload = list(_PRELOAD)
     if engine == "vllm":
         preload.append("mpic_lab.models.vllm_imported")
@@ -55,7 +55,7 @@ def _rows(wanted: Sequence[tuple[str, str]], workers: int, seconds: float, engin
     running: dict[Connection, tuple[tuple[str, str], multiprocessing.process.BaseProcess, float]] = {}
     with tempfile.TemporaryDirectory(
         prefix="mpic-families-"
-    ) as scratch:  # what a killed process leaves goes, too
+    ) as scratch:  # also remove what a killed process leaves
         while queue or running:
             while queue and len(running) < workers:
                 from mpic_lab.models import child
@@ -85,7 +85,7 @@ def _rows(wanted: Sequence[tuple[str, str]], workers: int, seconds: float, engin
 
 
 def _end(process: multiprocessing.process.BaseProcess, seconds: float = 60.0) -> None:
-    """Wait for a process, and kill it after so long."""
+    """Wait for a process, and kill it after ``seconds``."""
     process.join(seconds)
     if process.is_alive():
         process.kill()

@@ -52,7 +52,7 @@ def installed_version() -> str | None:
 
 
 def read(path: Path = PATH) -> dict[tuple[str, str], VLLMResult]:
-    """Return what was found so far; nothing where nothing was."""
+    """Return the results so far; empty if there are none."""
     if not path.exists():
         return {}
     entries = json.loads(path.read_text(encoding="utf-8"))
@@ -60,8 +60,8 @@ def read(path: Path = PATH) -> dict[tuple[str, str], VLLMResult]:
 
 
 def record(rows: Iterable[Row], vllm: str, path: Path = PATH) -> None:
-    """Add rows to the file, with vLLM's version and today's date; other families keep what was found of them. What
-    could not be built says nothing, so it replaces nothing but itself."""
+    """Add rows to the file, with vLLM's version and today's date; other families keep their results. ``not built`` says
+    nothing about a family, so it never replaces another result."""
     found, today = read(path), time.strftime("%Y-%m-%d")
     for row in rows:
         name = row.family, row.kind

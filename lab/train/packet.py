@@ -170,7 +170,7 @@ class PacketTrainer:
     # ---- the run
 
     def run(self) -> Adapter:
-        """Trains, and writes the adapter of the best epoch with its curve.
+        """Train, and write the adapter of the best epoch with its curve.
 
         Raises:
             IntegrityError: the model's weights have changed.
@@ -216,7 +216,7 @@ class PacketTrainer:
         return max(self.step / steps, self.seconds / 60 / minutes if minutes else 0.0)
 
     def _lessons(self, room: Classroom, found: Sequence[Any]) -> list[Lesson]:
-        """Has the model answer all prompts; those that do not fit its context with their packets are left out."""
+        """Let the model answer all prompts; leave out those that do not fit its context with their packets."""
         lessons, extra = [], 2 * self.settings.tokens
         for number, prompt in enumerate(found):
             lesson = room.lesson(prompt, self.settings.answer)

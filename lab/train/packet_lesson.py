@@ -21,7 +21,7 @@ from mpic.model.loaded import LoadedModel
 from mpic.prompt.segments import Prompt, TextSegment
 
 OWN = -1
-"""The number of the chunk of rows that belong to none."""
+"""The chunk number of rows that belong to no chunk."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ def rows_of(
 
     Args:
         header, trailer: ``[any, hidden]``; empty ones lay out the prompt as it is.
-        more: ``[any, hidden]`` embeddings of text behind it.
+        more: ``[any, hidden]`` embeddings of text after the prompt.
     """
     embeds, positions, chunks, features, marks = [], [], [], [], []
     base = 0
@@ -100,7 +100,7 @@ def rows_of(
 
 
 class Classroom:
-    """Runs a frozen model that teaches itself, as transformers runs it and not through the engine's attention.
+    """Runs a frozen model that teaches itself, through transformers and not the engine's attention.
 
     Raises:
         ModelRefused: layers of the model see less than everything before a row, which one mask for all layers cannot

@@ -128,7 +128,7 @@ def _frequencies(count: int) -> torch.Tensor:
     for i in range(count):
         u, v = pairs[i // 3]
         wave = np.outer(waves[u], waves[v])
-        # natural pictures have less of the higher frequencies: what is there is made louder
+        # natural pictures have little of the higher frequencies, so amplify those
         found[i, i % 3] = torch.from_numpy(wave / np.linalg.norm(wave) * 0.08 * (1 + u + v)).float()
     return found
 
@@ -176,7 +176,7 @@ class Caption(nn.Module):
 
 
 def numbers(pictures: Sequence[Picture]) -> torch.Tensor:
-    """Return the words of pictures as numbers, `[n, 196]`."""
+    """Return the indices of the pictures' words, `[n, 196]`."""
     return torch.tensor([[_NUMBER[word] for word in words(picture)] for picture in pictures])
 
 

@@ -80,7 +80,7 @@ class Writer:
         self.ids = cache(lambda text: tokenizer(text, add_special_tokens=False).input_ids)
 
     def sample(self, rng: random.Random, count: int, questions: int) -> PicturePrompt:
-        """Return a sample of `count` pictures with up to so many questions on each."""
+        """Return a sample of `count` pictures with up to `questions` questions on each."""
         pictures = [draw_picture(rng) for _ in range(count)]
         named = rng.random() < 0.25
         names = draw_handles(rng, count, "train") if named else [str(i + 1) for i in range(count)]

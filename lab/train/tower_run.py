@@ -1,6 +1,7 @@
-"""A stage of a tower's training: its steps, its log, and the checkpoint from which it goes on.
+"""A stage of a tower's training: its steps, its log, and the checkpoint from which it resumes.
 
-The samples of a step follow from the seed and the step's number alone, so an interrupted run ends as one that was not.
+The samples of a step follow from the seed and the step's number alone, so an interrupted run ends like an uninterrupted
+one.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Settings:
         out: folder of checkpoints and log.
         language: folder of the language model.
         minutes: stop after so long, with a checkpoint; 0: run to the end.
-        stages: those to run, in order.
+        stages: the stages to run, in order.
         steps: number of steps of each; a resumed run may have more.
         save: minutes between two checkpoints.
         evaluate: steps between two evaluations of each.
@@ -71,7 +72,7 @@ class TowerRefused(TrainingDataError):
 
 
 class Stage(ABC):
-    """A stage: its parameters, and what a step does.
+    """A stage: its parameters and its step.
 
     Args:
         groups: (parameters by name, learning rate).
@@ -169,7 +170,7 @@ class Stage(ABC):
             for name, p in self.parameters.items():
                 p.copy_(tensors[name])
         for name, p in self.parameters.items():
-            if f"adam.step.{name}" in tensors:  # what the loss does not depend on has no state
+            if f"adam.step.{name}" in tensors:  # parameters without a gradient have no state
                 keys = ("step", "exp_avg", "exp_avg_sq")
                 self.optimizer.state[p] = {key: tensors[f"adam.{key}.{name}"] for key in keys}
 

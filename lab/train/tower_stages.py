@@ -18,7 +18,7 @@ from mpic_lab.train.tower_prompts import IMAGE, Batch, Writer, collate
 from mpic_lab.train.tower_run import Settings, Stage
 
 _HELD_OUT = 10_000_000
-"""Seeds from here on are of pictures that nothing is trained on."""
+"""Seeds from here on belong to held-out pictures."""
 
 
 class Reader:

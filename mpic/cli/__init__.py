@@ -1,11 +1,11 @@
 """The command line: ``mpic serve``, ``chat``, ``upload``, ``files``, and the rest of ``COMMANDS``.
 
 There is one file per command, imported only when the command is used, so that ``mpic --help`` answers at once. To add
-one: a module with a Typer app called ``app`` (``mpic.cli.common.command_app``), and a line in ``COMMANDS``. Those of
-the laboratory are entry points (``mpic.cli.laboratory``).
+one: a module with a Typer app called ``app`` (``mpic.cli.common.command_app``), and a line in ``COMMANDS``. The
+laboratory's commands are entry points (``mpic.cli.laboratory``).
 
 Exit status: 0 done; 1 refused or failed (one line on stderr gives the reason and the stable code); 2 the command line
-is wrong; 70 a server had to end by force (docs/operators.md); 130 interrupted.
+is wrong; 70 a server had to be stopped by force (docs/operators.md); 130 interrupted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ LABORATORY = {
 """Name of a command of the laboratory -> its line in ``mpic --help``."""
 
 UsageError: Any = typer.BadParameter.__base__
-"""The class of every error about the words of a command line."""
+"""The base class of every error about the arguments of a command."""
 
 
 class Root(TyperGroup):
@@ -111,7 +111,7 @@ def main() -> None:
             app()
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # otherwise Python would do it later, and could only complain
+                sys.stdout.flush()  # otherwise Python flushes at exit, where a failure can only be printed
     except BrokenPipeError:  # the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

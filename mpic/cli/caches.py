@@ -68,7 +68,7 @@ def create(
             called = name or (None if piped else path.name)
             made.append(client.caches.create(text, split=cut, name=called, ttl=ttl, wait=wait))
     finally:
-        # also those that had been made when a later one failed: they have no other name than their id
+        # also print the caches made before one failed: their ids are the only way to refer to them
         if made:
             _show_made(made, as_json)
 
@@ -110,7 +110,7 @@ def show(client: MPIC, id: Id, as_json: Json = False) -> None:
 
 @client_command(app, "kv-ttl")
 def kv_ttl(client: MPIC, id: Group, kv_ttl: KVTTL = None, as_json: Json = False) -> None:
-    """Let the compiled KV of a cache expire when nobody uses it. Its texts stay, and the next use compiles them
+    """Let the compiled KV of a cache expire after a time without use. Its texts stay, and the next use compiles them
     again."""
     cache = client.caches.update(id, kv_ttl=kv_ttl)
     kept = f"{cache.kv_ttl:,} s" if cache.kv_ttl else "as long as the server is configured"
@@ -119,9 +119,9 @@ def kv_ttl(client: MPIC, id: Group, kv_ttl: KVTTL = None, as_json: Json = False)
 
 @client_command(app)
 def pin(client: MPIC, id: Group, off: Off = False, as_json: Json = False) -> None:
-    """Keep the compiled KV of a cache when your newer ones need room, and when it was not used for long.
+    """Keep the compiled KV of a cache even if it is unused for long or your newer caches need the room.
 
-    A pin does not take more of the disk than your share.
+    Pinned KV still counts against your share of the disk.
     """
     cache = client.caches.pin(id, not off)
     print_result(cache, f"{cache.id} is {'not ' * off}pinned", as_json)
@@ -129,7 +129,7 @@ def pin(client: MPIC, id: Group, off: Off = False, as_json: Json = False) -> Non
 
 @client_command(app)
 def prefetch(client: MPIC, id: Group, as_json: Json = False) -> None:
-    """Bring the compiled KV of a cache near to the device, for questions that will come soon. What has expired is
+    """Bring the compiled KV of a cache closer to the device, ahead of questions that are about to come. Expired KV is
     compiled again."""
     cache = client.caches.prefetch(id)
     print_result(cache, f"{cache.id} is being prefetched", as_json)

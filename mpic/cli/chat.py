@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mpic.client.types import Usage
 
 SHOWN = 3
-"""Most handles of an answer that are shown because they stayed text."""
+"""Maximum number of unresolved handles that are listed after an answer."""
 
 app = command_app()
 
@@ -92,7 +92,8 @@ def write(piece: str, out: Console) -> None:
 
 
 def summary(usage: Usage) -> str:
-    """Return one line: tokens reused and recomputed, the time to the first token, and handles that named nothing."""
+    """Return one line: tokens reused and recomputed, the time to the first token, and handles that did not match a
+    file."""
     ours = usage.mpic
     parts = [
         ours.policy,

@@ -23,7 +23,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 PLAIN: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}
-"""Text is printed as it is: it may be an answer, or a name that somebody gave."""
+"""The console prints text without interpreting markup, because it may be an answer or a name chosen by a user."""
 out = PlainConsole(**PLAIN)
 err = PlainConsole(stderr=True, **PLAIN)
 
@@ -88,8 +88,8 @@ class LazyCommand(TyperCommand):
 
 
 def _refuse_empty_paths(command: Any, args: Sequence[str]) -> None:
-    """Refuse an empty path among the words behind a command: an unset variable of a shell gives one, and it would be
-    the working folder. Raise typer.BadParameter."""
+    """Refuse an empty path among a command's arguments: an unset shell variable expands to one, and it would mean the
+    working folder. Raise typer.BadParameter."""
     words = list(args)
     while words and words[0] in getattr(command, "commands", {}):
         command = command.commands[words.pop(0)]
@@ -110,7 +110,7 @@ def _refuse_empty_paths(command: Any, args: Sequence[str]) -> None:
 
 
 def _parts(hint: Any) -> set[Any]:
-    """Return the types inside a hint: the members of a union or a list."""
+    """Return the types inside a type hint: the members of a union or a list."""
     return {hint}.union(*map(_parts, get_args(hint)))
 
 
@@ -238,9 +238,9 @@ def print_listing(
 def print_outcome(
     value: Any, as_json: bool, columns: Sequence[str], troubles: Sequence[Sequence[Any]], line: str
 ) -> None:
-    """Print the outcome of work on many items as JSON, or as a table of those with troubles, if any, and a line.
+    """Print the outcome of work on many items as JSON, or as one line below a table of the items that failed, if any.
 
-    Exit status 1 if there are troubles.
+    Exit with status 1 if any item failed.
     """
     if troubles and not as_json:
         print_table(columns, troubles, "")
@@ -250,7 +250,7 @@ def print_outcome(
 
 
 def number(value: Any) -> str:
-    """Return a cell of a table; numbers have separators."""
+    """Return a value as the text of a table cell; numbers get thousands separators."""
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else str(value)

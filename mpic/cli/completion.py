@@ -5,15 +5,16 @@ from __future__ import annotations
 import typer
 
 SECONDS = 5.0
-"""A server that does not answer in this time offers nothing."""
+"""Seconds to wait for a server; after that, completion offers nothing."""
 
 
 NUMBERS = {"K": ("8", "16", "32", "64"), "R": ("5", "15", "50")}
-"""Usual values of the numbers of policies, tokens of a chunk and percents, by the letter that stands for them."""
+"""Common values for the numbers in policy names (tokens of a chunk, percentages), by the letter that stands for
+them."""
 
 
 def policies(incomplete: str) -> list[str]:
-    """Return the policies that begin with the given text, with usual numbers."""
+    """Return the policies that begin with the given text, with common numbers filled in."""
     from mpic.link import AUTO, policy_names
 
     names: list[str] = [AUTO]

@@ -30,7 +30,7 @@ LONGEST_LINE = 64 << 20
 BLOCK = 16
 """Tokens of a block of a prefix cache."""
 SHOWN = 20
-"""Lines that are named of those which cannot be used."""
+"""Maximum number of unusable lines that are named."""
 DEFAULT = ("full", "prefix", "reuse", "mpic-16", "mpic-32", "legolink-16", "cacheblend-15")
 CHATS = "/chat/completions"
 
@@ -59,8 +59,8 @@ def estimate(
 
     A line is the body of a chat completion, alone or as `body` or `request` of an object, as in OpenAI's batch files.
     They are taken in order, as requests of one user. The log stays here, and no weights are loaded. Images are not
-    opened. Files that are named by id are not in a log: such lines are left out, and so are those that are not valid.
-    Both are named by their numbers, and the exit status is then 1.
+    opened. Lines that name files by id are left out, because the log does not hold the files, and so are invalid lines.
+    The skipped lines are listed by number, and the exit status is then 1.
 
     Example: `mpic estimate requests.jsonl --model Qwen/Qwen2.5-VL-3B-Instruct`
     """
@@ -86,8 +86,8 @@ def estimate(
 
 
 def lines(stream: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
-    """Yield the lines that are not blank, with their numbers from 1; None for one that is too long, which is never in
-    memory as a whole."""
+    """Yield the non-blank lines with their numbers, from 1. Yield None for a line that is too long, without ever
+    holding all of it in memory."""
     number = 0
     while line := stream.readline(LONGEST_LINE + 1):
         number += 1
@@ -115,7 +115,8 @@ def _note(number: int, error: MPICError | ValueError) -> Note:
 
 
 class Recent:
-    """Keys with a number of tokens each; what was used longest ago goes when there are too many tokens."""
+    """A least-recently-used set of keys, each with a number of tokens; the oldest keys are evicted when the tokens
+    exceed the limit."""
 
     def __init__(self, most: int) -> None:
         self._most, self._tokens = most, 0
@@ -132,7 +133,7 @@ class Recent:
 
 
 class PromptPart(NamedTuple):
-    """Tokens of a prompt: those of a chunk, or text between chunks (``chunk`` is None)."""
+    """A run of a prompt's tokens: a chunk, or the text between chunks (``chunk`` is None)."""
 
     ids: Sequence[int]
     chunk: str | None
@@ -143,15 +144,15 @@ class Estimate:
     """Sums over the requests that were added.
 
     Args:
-        policies: those of which ``computed`` is counted.
-        kept: most tokens that the cache of prefixes and that of chunks each keep.
+        policies: the policies for which ``computed`` is counted.
+        kept: maximum number of tokens that the prefix cache and the chunk cache each keep.
 
     Attributes:
-        tokens: of all prompts; ``chunk_tokens`` are those in chunks.
+        tokens: tokens of all prompts; ``chunk_tokens`` counts those in chunks.
         prefix: tokens that prefix caching reuses, in whole blocks from the start of a prompt.
-        found: tokens that position-independent caching finds: the same, and those of chunks that an earlier request
-            has had.
-        computed: tokens that each policy computes, those included that compiling a chunk takes.
+        found: tokens that position-independent caching finds: those of ``prefix``, and the chunks that an earlier
+            request contained.
+        computed: tokens that each policy computes, including those spent on compiling chunks.
         left_out: lines that could not be used; ``notes`` are the first of them.
     """
 
@@ -216,7 +217,7 @@ class Estimate:
             self.computed[policy.name] += own + again + compiled
 
     def _prefix(self, parts: Sequence[PromptPart]) -> int:
-        """Return how many tokens at the start of a prompt an earlier one has had, and keep this one."""
+        """Return how many tokens at the start of a prompt an earlier prompt shares, and remember this prompt."""
         ids = array("q")
         for part in parts:
             ids.extend(part.ids)
@@ -242,7 +243,7 @@ def _part(segment: Any, image_tokens: int) -> PromptPart:
 
 
 class LogResolver:
-    """The chunks of a request of which nothing but its body is known; see ``mpic.prompt.Resolver``."""
+    """Resolves the chunks of a request from its body alone; see ``mpic.prompt.Resolver``."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
@@ -284,7 +285,7 @@ def _unopened() -> Any:
 
 
 def _template(settings: EngineConfig) -> ChatTemplate:
-    """Return the chat template of a model, whose weights are not loaded. Raise ModelRefused."""
+    """Return the chat template of a model without loading its weights. Raise ModelRefused."""
     import transformers
 
     from mpic.model.gguf_model import folder_of
@@ -302,7 +303,7 @@ def _prompt(line: bytes | None, template: ChatTemplate, link_texts: int, image_t
 
     Raises:
         ValueError: it is not JSON.
-        MPICError: it is no chat completion, or cannot be estimated.
+        MPICError: it is not a chat completion, or cannot be estimated.
     """
     from mpic import bounded_json
     from mpic.config import ServerConfig
@@ -327,7 +328,7 @@ def _prompt(line: bytes | None, template: ChatTemplate, link_texts: int, image_t
 
 
 def _body(value: Any) -> Mapping[str, Any]:
-    """Return the body of a request, without what a log puts around it. Raise BadRequest."""
+    """Return the body of a request without the log's wrapper around it. Raise BadRequest."""
     for _ in range(3):
         if not isinstance(value, dict):
             break
@@ -341,7 +342,7 @@ def _body(value: Any) -> Mapping[str, Any]:
 
 
 def _offline(message: Any) -> Any:
-    """Return a message whose pictures on the web are told apart by their addresses."""
+    """Return a message in which pictures on the web are identified by their URLs."""
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return message
     return {**message, "content": [_offline_part(part) for part in message["content"]]}

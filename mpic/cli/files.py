@@ -120,7 +120,7 @@ def extend(
 
 @client_command(app, "kv-ttl")
 def kv_ttl(client: MPIC, name: Name, kv_ttl: KVTTL = None, as_json: Json = False) -> None:
-    """Let the compiled KV of an upload expire when nobody uses it: `mpic files kv-ttl EIFFEL2025 --kv-ttl 3600`.
+    """Let the compiled KV of an upload expire after a time without use: `mpic files kv-ttl EIFFEL2025 --kv-ttl 3600`.
 
     The original stays, and the next use compiles it again.
     """
@@ -131,9 +131,9 @@ def kv_ttl(client: MPIC, name: Name, kv_ttl: KVTTL = None, as_json: Json = False
 
 @client_command(app)
 def pin(client: MPIC, name: Name, off: Off = False, as_json: Json = False) -> None:
-    """Keep the compiled KV of an upload when your newer ones need room, and when it was not used for long.
+    """Keep the compiled KV of an upload even if it is unused for long or your newer uploads need the room.
 
-    A pin does not take more of the disk than your share.
+    Pinned KV still counts against your share of the disk.
     """
     file = client.files.pin(find(client, name).id, not off)
     print_result(file, f"{file.mention or file.id} is {'not ' * off}pinned", as_json)
@@ -141,7 +141,7 @@ def pin(client: MPIC, name: Name, off: Off = False, as_json: Json = False) -> No
 
 @client_command(app)
 def prefetch(client: MPIC, name: Name, as_json: Json = False) -> None:
-    """Bring the compiled KV of an upload near to the device, for questions that will come soon. What has expired is
+    """Bring the compiled KV of an upload closer to the device, ahead of questions that are about to come. Expired KV is
     compiled again."""
     file = client.files.prefetch(find(client, name).id)
     print_result(file, f"{file.mention or file.id} is being prefetched", as_json)
@@ -157,7 +157,7 @@ def delete(
 ) -> None:
     """Delete uploads and everything compiled from them. Running answers finish.
 
-    If one of the names is no upload's, none is deleted.
+    If any name matches no upload, nothing is deleted.
     """
     ids = dict.fromkeys(find(client, name).id for name in names)
     deleted = [client.files.delete(id) for id in ids]

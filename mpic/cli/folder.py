@@ -1,4 +1,4 @@
-"""Finds and opens the folder of a library, for the commands that work on it."""
+"""Finds and opens a library's folder, for the commands that work on it directly."""
 
 from __future__ import annotations
 
@@ -30,15 +30,14 @@ def open_library(data_dir: Path | None, config: Path | None, create: bool = Fals
 
 
 def inspect_library(data_dir: Path | None, config: Path | None) -> Library:
-    """Open the library to read its catalogue, also while a server has it open."""
+    """Open the library to read its catalogue, even while a server has it open."""
     from mpic.library import Library
 
     return Library.open_read_only(*library_location(data_dir, config))
 
 
 def open_or_inspect(data_dir: Path | None, config: Path | None, quiet: bool) -> Library:
-    """Open the library for this process alone or, if a server has it open, only for reading, and print a note about
-    that."""
+    """Open the library for this process alone. If a server has it open, open it read-only and print a note."""
     from mpic.errors import LibraryInUse
 
     try:
@@ -51,11 +50,11 @@ def open_or_inspect(data_dir: Path | None, config: Path | None, quiet: bool) -> 
 
 
 def library_settings(data_dir: Path | None, config: Path | None) -> LibraryConfig:
-    """Return the [library] section that holds for the folder."""
+    """Return the [library] section of the configuration that applies to the folder."""
     return load_config(config, {"data_dir": None if data_dir is None else str(data_dir)}).library
 
 
 def library_location(data_dir: Path | None, config: Path | None) -> tuple[Path, Limits]:
-    """Return the folder, and the limits that hold in it."""
+    """Return the folder and the limits that apply to it."""
     settings = library_settings(data_dir, config)
     return Path(settings.data_dir), settings.limits()

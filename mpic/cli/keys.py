@@ -70,7 +70,8 @@ def create(
 ) -> None:
     """Make a key. It is printed once; only its SHA-256 is stored.
 
-    The first key changes who may call the server, also while it runs: it says so and, in a terminal, asks first.
+    The first key changes who may call the server, even while it runs: the command says so and, in a terminal, asks
+        first.
     """
     limits = KeyLimits(requests_per_minute, concurrent, bytes, files)
     with _opened(data_dir, config) as store:

@@ -1,4 +1,4 @@
-"""The commands that measure, evaluate and train: they belong to the laboratory (``mpic_lab``, the folder ``lab/``).
+"""The commands that measure, evaluate and train, which belong to the laboratory (``mpic_lab``, the folder ``lab/``).
 
 The laboratory registers them as entry points of the group ``mpic.commands``. A server's installation lacks its packages
 (``pip install 'mpic[lab]'``); each command then says so.

@@ -31,10 +31,10 @@ def backup(
 ) -> None:
     """Copy the whole library into a new folder, also while a server runs.
 
-    The copy holds the catalogue at one moment, every original that it lists, the API keys and, unless the file with it
-    cannot be read, what reuse has saved. On the same disk originals are hard links, which take no space; on another
-    disk they are copied and verified. `mpic library restore` makes a library of it. Exit status 1 if an original was
-    damaged or lost before.
+    The copy holds the catalogue at one moment, every original that it lists, the API keys and, unless its file cannot
+    be read, the record of what reuse has saved. On the same disk originals are hard links, which take no space; on
+    another disk they are copied and verified. `mpic library restore` makes a library of it. Exit status 1 if an
+    original was damaged or lost before.
 
     Example: `mpic library backup /backups/monday`
     """
@@ -90,10 +90,11 @@ def recover(
 
     A server refuses to start when its catalogue is missing, empty or damaged while there are files. This command reads
     and verifies every original, makes a new catalogue from the sidecars beside them (`ID.json`) and from the headers of
-    compiled chunks, and puts the old one aside as `catalog.sqlite.damaged-DATE`. With `--force` it also lists the files
-    that an intact catalogue lacks: a start only counts those, after a crash or with an older copy of the catalogue. To
-    put such a copy back, move `catalog.sqlite`, `catalog.sqlite-wal` and `catalog.sqlite-shm` away first, or SQLite
-    writes the old log into the copy. Exit status 1 if something could not be added as it was; the table shows it.
+    compiled chunks, and puts the old one aside as `catalog.sqlite.damaged-DATE`. With `--force` it also adds files that
+    an intact catalogue lacks, for example after a crash or with an older copy of the catalogue; a server's start only
+    counts them. To put such a copy back, move `catalog.sqlite`, `catalog.sqlite-wal` and `catalog.sqlite-shm` away
+    first, or SQLite writes the old log into the copy. Exit status 1 if something could not be added as it was; the
+    table shows it.
     """
     from mpic.library.rebuild import recover, size_of
 

@@ -48,7 +48,7 @@ def _show(client: MPIC, as_json: bool) -> None:
 
 
 def _policy(health: Health) -> str:
-    """Return the server's default policy, and what ``auto`` means there."""
+    """Return the server's default policy and, for ``auto``, the policy it stands for."""
     if health.auto is None or not health.auto.default:
         return health.policy
     return f"auto ({health.auto.why})"

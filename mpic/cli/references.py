@@ -85,7 +85,7 @@ def add(
                 client.references.create(path, title or unicode_name(path.stem), wait=True, **fields)
             )
     finally:
-        if added:  # also those that had been added when a later one failed
+        if added:  # also print the references added before one failed
             _show(added, as_json)
 
 
@@ -129,15 +129,15 @@ def extend(client: MPIC, id: Id, ttl: NewTTL = None, as_json: Json = False) -> N
 
 @client_command(app, "pin")
 def pin(client: MPIC, id: Id, off: Off = False, as_json: Json = False) -> None:
-    """Keep the compiled KV of a reference when newer ones need room, and when it was not used for long."""
+    """Keep the compiled KV of a reference even if it is unused for long or newer references need the room."""
     found = client.references.pin(id, not off)
     print_result(found, f"{found.id} is {'not ' * off}pinned", as_json)
 
 
 @client_command(app, "prefetch")
 def prefetch(client: MPIC, id: Id, as_json: Json = False) -> None:
-    """Bring the compiled KV of a reference near to the device, for questions that will come soon. What has expired is
-    compiled again."""
+    """Bring the compiled KV of a reference closer to the device, ahead of questions that are about to come. Expired KV
+    is compiled again."""
     found = client.references.prefetch(id)
     print_result(found, f"{found.id} is being prefetched", as_json)
 
@@ -148,7 +148,7 @@ def sync(
     start: Annotated[bool, typer.Option("--start", help="begin a run now, in the background")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show how the server's sync of references with its folder went ([retrieval] sync_references).
+    """Show the result of the server's last sync of references with its folder ([retrieval] sync_references).
 
     Exit status 1 if the last run had a problem.
     """
@@ -239,7 +239,7 @@ def _show_results(results: list[ImportResult], as_json: bool) -> None:
 def import_samples(client: MPIC, as_json: Json = False) -> None:
     """Add the bundled set of the demo model's world: 90 pictures, 40 descriptions, 70 facts.
 
-    Of the two sets it takes the one whose pictures the server's model knows.
+    There are two sets; the command adds the one that matches the server's model.
     """
     from mpic.data.bundled import REFERENCES, generation_for
 

@@ -58,7 +58,7 @@ def described(doc: str) -> dict[str, str]:
 
 def shown(name: str, default: object) -> str:
     """Return the sentence of the help text that names a default."""
-    if default is dataclasses.MISSING:  # computed; the others are bundled models, as their help says
+    if default is dataclasses.MISSING:  # a computed default; only that of data_dir is shown
         with suppress(ConfigError):  # there is no home folder, and perhaps none is needed
             return f"Default: {default_data_dir()}." if name == "data_dir" else ""
         return ""

@@ -42,7 +42,7 @@ def ui(
 
 
 def standalone(url: str) -> FastAPI:
-    """Return the page of a server as an application of its own."""
+    """Return the web page of a server as a standalone application."""
     import tempfile
 
     from fastapi import FastAPI

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 app = command_app()
 IN_PARTS = 16 << 20
-"""A larger file is sent in parts, each of which is sent again if the connection breaks."""
+"""Files above this many bytes are sent in parts, so that a broken connection repeats only one part."""
 
 
 class FileOutcome(NamedTuple):
@@ -80,7 +80,7 @@ def upload(
 
     Without --handle a file is named by its stem in capitals, in any script: `eiffel 2025.jpg` becomes EIFFEL_2025.
 
-    A file that is there already, the same bytes under the same handle, stays as it is ("unchanged"). A file that
+    A file that was already uploaded (the same bytes under the same handle) is left as it is ("unchanged"). A file that
     fails does not stop the others; the exit status is then 1.
 
     Examples: `mpic upload photo.jpg`, `mpic upload *.png notes.txt --ttl 86400`,
@@ -109,7 +109,7 @@ def upload(
 
 
 Show = Callable[[str, int, int], None]
-"""Shows what is done with a file, the bytes that are sent, and all of them."""
+"""Called with the current stage of a file, the bytes sent so far, and the total bytes."""
 
 
 def _upload(
@@ -144,11 +144,11 @@ def _upload(
 
 
 def _send_parts(client: MPIC, upload_id: str, path: Path, sent: Callable[[int, int], None]) -> File:
-    """Send a file to an upload in parts, of which the server keeps nothing if that fails."""
+    """Send a file as an upload in parts. If that fails, cancel the upload, so that the server keeps nothing of it."""
     try:
         return client.uploads.send(upload_id, path, progress=sent)
     except BaseException:
-        with suppress(MPICError):  # then it expires
+        with suppress(MPICError):  # the server lets it expire
             client.uploads.cancel(upload_id)
         raise
 

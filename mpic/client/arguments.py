@@ -1,4 +1,4 @@
-"""Checks of arguments, so that a wrong one is reported where it is passed, not by a server or by httpx."""
+"""Checks arguments, so that a wrong one is reported where it is passed and not by the server or httpx."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Methods that are written once for both clients: a call of ``MPIC`` blocks, one of ``AsyncMPIC`` is awaited."""
+"""Methods that are written once for both clients: calls on ``MPIC`` block, those on ``AsyncMPIC`` are awaited."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ T = TypeVar("T")
 
 
 class call(Generic[P, T]):
-    """A method of a resource, written as a coroutine function. Looked up on the class it is that function, which other
-    methods of the class can await."""
+    """A method of a resource, written as a coroutine function. Looking it up on the class gives that function, which
+    other methods of the class can await."""
 
     def __init__(self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> None:
         self._method = method
@@ -44,13 +44,13 @@ class call(Generic[P, T]):
 
 
 class listed(Generic[P, T]):
-    """A method that lists items. It is written to return the request of a page, and the id after which the first page
-    begins."""
+    """A method that lists items, written as a function that returns the request for a page and the id after which the
+    first page begins."""
 
     def __init__(self, method: Callable[Concatenate[Any, P], tuple[PageRequest[T], str | None]]) -> None:
         self._method = method
         method.__annotations__["return"] = (
-            "Listing[M]"  # what a caller is given, for help() and the documentation
+            "Listing[M]"  # the type that callers get, for help() and the documentation
         )
 
     @overload

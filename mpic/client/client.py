@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Client(Resource[IO]):
-    """The resources and methods that the blocking and the awaited client have in common.
+    """The resources and methods that the blocking and the async client share.
 
     Args:
         io: how requests are sent.

@@ -1,6 +1,6 @@
 """Every request of the REST API as a value that says what to send and how to read the response.
 
-There is no input or output here, so the synchronous and the asynchronous client cannot differ.
+This module does no I/O, so the synchronous and the asynchronous client cannot differ.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ApiRequest(Generic[T]):
 
     Args:
         read: converts the response to a result.
-        repeatable: True if it can be done twice without harm, so that it is sent again when the connection breaks.
-        accept: returns whether a response with the status of an error, which has been read, is a result, too.
+        repeatable: True if sending it twice does no harm, so that it is sent again when the connection breaks.
+        accept: returns whether a response with an error status, whose body has been read, still counts as a result.
     """
 
     method: str
@@ -47,11 +47,11 @@ class ApiRequest(Generic[T]):
 
     @property
     def can_resend(self) -> bool:
-        """Return whether it can be sent a second time; an upload from a pipe cannot."""
+        """Return whether the request can be sent a second time; an upload from a pipe cannot."""
         return self.upload is None or self.upload.replayable
 
     def result(self, response: httpx.Response) -> T:
-        """Return the result in the response. Raise BadResponse if the response is not one of this API."""
+        """Return the result in the response. Raise BadResponse if the response does not come from this API."""
         try:
             return self.read(response)
         except (ValueError, KeyError, TypeError) as exc:
@@ -100,7 +100,8 @@ def one_of_two(name: str, value: T | None, older: str, old_value: T | None) -> T
 
 
 def with_outcome(done: M, made: M) -> M:
-    """Return the later state of an upload, with the ``outcome`` that only the response to the upload has."""
+    """Return the newer state of an upload with the ``outcome`` carried over, which only the response to the upload
+    has."""
     outcome = getattr(made, "outcome", None)
     return done if outcome is None else done.model_copy(update={"outcome": outcome})
 
@@ -168,7 +169,7 @@ def content(collection: str, id: str) -> ApiRequest[bytes]:
 
 
 def update(collection: str, model: type[M], id: str, **fields: Any) -> ApiRequest[M]:
-    """Return the request of a change; fields that are ``...`` do not change."""
+    """Return the request for a change; fields set to ``...`` stay as they are."""
     body = {name: value for name, value in fields.items() if value is not ...}
     for name in ("ttl", "kv_ttl"):
         check_seconds(name, body.get(name))
@@ -180,7 +181,7 @@ def prefetch(collection: str, model: type[M], id: str) -> ApiRequest[M]:
 
 
 def delete(collection: str, id: str) -> ApiRequest[types.Deleted]:
-    """Return a request that is not repeatable, because the second one would find nothing."""
+    """Return a request that is not repeatable, because a second delete would find nothing."""
     return ApiRequest("DELETE", path(collection, id), as_model(types.Deleted))
 
 
@@ -255,7 +256,7 @@ def upload_create(
 
 
 def upload_add_part(id: str, data: Upload) -> ApiRequest[types.UploadPart]:
-    """Return a request that is repeatable, because only the parts that are named in the end count."""
+    """Return a repeatable request: only the parts named on completion count."""
     where, read = path("uploads", id, "parts"), as_model(types.UploadPart)
     return ApiRequest("POST", where, read, upload=data, repeatable=True)
 
@@ -353,8 +354,8 @@ def model(id: str) -> ApiRequest[types.Model]:
 
 
 def health() -> ApiRequest[types.Health]:
-    """Return the request of the state of the server. A server that is not ready sends it with status 503, which may
-    also be a refusal, of the server or of a proxy."""
+    """Return the request for the state of the server. A server that is not ready sends its state with status 503, but a
+    503 may also be a refusal by the server or a proxy."""
     read = as_model(types.Health)
 
     def not_ready(response: httpx.Response) -> bool:

@@ -1,5 +1,5 @@
 """Errors of the SDK: the server's errors (``mpic.errors``), which the client raises again, and those that only a client
-has.
+raises.
 
 MPICError
 ├── ... every error of mpic.errors, found by the ``code`` in the server's answer
@@ -7,7 +7,7 @@ MPICError
     ├── Unreachable     unreachable    no connection, or it broke
     ├── ClientClosed    client_closed  the client was closed already
     ├── TimedOut        timeout        no answer, or not compiled, in time
-    └── BadResponse     bad_response   an answer that is not this API's
+    └── BadResponse     bad_response   an answer that is not from this API
 
 An answer with a code that this version does not know becomes the class of its status, with that code.
 """

@@ -18,7 +18,8 @@ from mpic.version import VERSION
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECTIONS = 256
-"""Connections of one client, half of what a server allows an address by default; further requests wait for one."""
+"""Maximum connections of one client: half of what a server allows one address by default. Further requests wait for a
+free connection."""
 LIMITS = httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=64)
 TIMEOUT = httpx.Timeout(10, read=600, write=600, pool=600)
 KEY_VARIABLE, URL_VARIABLE = "MPIC_API_KEY", "MPIC_URL"
@@ -58,9 +59,9 @@ def client_options(
     Args:
         base_url: see ``server_address``.
         api_key: None reads the environment variable MPIC_API_KEY; "" sends none. White space around it, such as the
-            line feed of a file, is no part of it.
-        timeout: see ``TIMEOUT`` for the default. Waiting for a connection of the client's own is no step of a request,
-            so a number does not shorten it.
+            line feed at the end of a file, is stripped.
+        timeout: see ``TIMEOUT`` for the default. Waiting for a free connection of the client's own pool is not such a
+            step, so a number does not shorten that wait.
 
     Raises:
         BadRequest: the address or the key cannot be one.
@@ -77,7 +78,7 @@ def client_options(
         "headers": headers,
         "timeout": _timeout(timeout),
         "limits": LIMITS,
-        "trust_env": httpx.URL(url).host not in LOCAL_HOSTS,  # a proxy does not reach this machine
+        "trust_env": httpx.URL(url).host not in LOCAL_HOSTS,  # a proxy cannot reach this machine
     }
 
 
@@ -126,7 +127,7 @@ def request_options(request: ApiRequest[Any]) -> Iterator[dict[str, Any]]:
 
 
 def unsendable(request: ApiRequest[Any], error: Exception) -> BadRequest:
-    """Return the error for a request of which httpx cannot make a message, with the field at fault."""
+    """Return the error, naming the field at fault, for a request that httpx cannot encode."""
     for fields in (request.json, request.form, request.params):
         for name, value in fields.items() if isinstance(fields, Mapping) else ():
             why = _no_json(value)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message
 
 T = TypeVar("T")
-AHEAD = 16  # messages that an application may send ahead of the reader
+AHEAD = 16  # number of messages that an application may send ahead of the reader
 ENDED = "the server in this process has ended"
 
 
@@ -167,12 +167,12 @@ class InProcess(httpx.BaseTransport):
         self._on_close = on_close
         self._inner = AsyncInProcess(app)
         self._lifespan = Lifespan(app)
-        # work is scheduled under the lock, so that none is given to a loop that is about to stop
+        # schedule under the lock, so that no work reaches a loop that is about to stop
         self._ended, self._scheduling = False, threading.Lock()
         starting = asyncio.run_coroutine_threadsafe(self._lifespan.start(), self._loop)
         try:
             starting.result()
-        except BaseException:  # also after Ctrl-C, when the start goes on and is followed by the shutdown
+        except BaseException:  # also after Ctrl-C: the start-up goes on and the shutdown follows it
             self.close()
             raise
 
@@ -187,7 +187,7 @@ class InProcess(httpx.BaseTransport):
             return future.result()
         except CancelledError:
             raise httpx.ReadError(ENDED) from None
-        except BaseException:  # also after Ctrl-C, when the work is no longer needed
+        except BaseException:  # also after Ctrl-C: nobody needs the work any more
             future.cancel()
             raise
 

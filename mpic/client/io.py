@@ -1,5 +1,5 @@
-"""The input and output of the two clients, as coroutines. Those of ``MPIC`` block and never wait, so that code which is
-written once over either is run to its end by ``finish``, or awaited."""
+"""The input and output of the two clients, as coroutines. Those of ``MPIC`` block and never suspend, so code written
+once against this interface can be run to its end by ``finish``, or awaited."""
 
 from __future__ import annotations
 

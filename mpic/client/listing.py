@@ -1,4 +1,4 @@
-"""Listings: pages that are fetched as they are needed."""
+"""Listings whose pages are fetched on demand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpic.client.endpoints import ApiRequest
 
 T = TypeVar("T")
 PageRequest = Callable[[str | None], ApiRequest[ItemPage[T]]]
-"""Returns the request of the page after an id; None: of the first page."""
+"""Returns the request for the page after an id, or for the first page if the id is None."""
 
 
 def _next_id(page: ItemPage[Any]) -> str | None:
@@ -18,7 +18,7 @@ def _next_id(page: ItemPage[Any]) -> str | None:
 
 
 class Listing(Generic[T]):
-    """A listing. ``data`` is its first page; iterating goes through all pages."""
+    """A listing. ``data`` holds its first page; iterating over it fetches all pages."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Listing(Generic[T]):
 
 
 class AsyncListing(Generic[T]):
-    """A listing. Awaiting it returns the first page; ``async for`` goes through all pages."""
+    """A listing. Awaiting it returns the first page; ``async for`` fetches all pages."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Decides when to ask again whether something is compiled; the callers do the waiting."""
+"""Decides when to ask again whether an item is compiled; the callers do the waiting."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CompileWait:
             return None
         if found.state == "failed":
             own = getattr(found, "status_details", None) or getattr(found, "error", None)
-            # the chunks of a file are only positions, which have no error
+            # a file lists its chunks as positions, which carry no error
             parts = getattr(found, "chunks", None) or ()
             chunks = [part.error for part in parts if getattr(part, "error", None)]
             raise CompileFailed(f"{name}: {own or '; '.join(chunks) or 'not compiled'}", id=found.id)
@@ -47,7 +47,7 @@ class CompileWait:
 
 
 def pauses() -> Iterator[float]:
-    """Yield the seconds between two requests about something that is being compiled."""
+    """Yield the seconds to wait between requests about an item that is being compiled."""
     pause = 0.05
     while True:
         yield pause

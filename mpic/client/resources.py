@@ -31,7 +31,7 @@ M = TypeVar("M", bound=BaseModel)
 C = TypeVar("C")
 Order = Literal["asc", "desc"]
 Seconds = int | EllipsisType | None
-"""A lifetime; ``...`` does not change it."""
+"""A lifetime; ``...`` leaves it unchanged."""
 Messages = Sequence[Mapping[str, Any]] | str
 
 
@@ -51,7 +51,7 @@ class Collection(Resource[IO], Generic[IO, M]):
 
     @call
     async def retrieve(self, id: str) -> M:
-        """Return the current state of an item; of a reference the newest version."""
+        """Return the current state of an item; for a reference, of its newest version."""
         request: ApiRequest[Any] = endpoints.get(self._model, self._path, id)
         return await self.sender.send(request)
 
@@ -75,15 +75,15 @@ class Collection(Resource[IO], Generic[IO, M]):
 
     @call
     async def pin(self, id: str, pinned: bool = True) -> M:
-        """Keep the compiled KV of an item when its owner's newer ones need room, and when it was not used for long; or
-        end that. References are pinned by administrators."""
+        """Pin the compiled KV of an item, or unpin it: pinned KV stays even if it is unused for long or its owner's
+        newer items need the room. Only administrators pin references."""
         request: ApiRequest[Any] = endpoints.update(self._path, self._model, id, pinned=pinned)
         return await self.sender.send(request)
 
     @call
     async def prefetch(self, id: str) -> M:
-        """Bring the compiled KV of an item near to the device, in the background, for questions that will come soon.
-        What has expired or was evicted is compiled again."""
+        """Bring the compiled KV of an item closer to the device in the background, ahead of questions that are about to
+        come. KV that has expired or was evicted is compiled again."""
         request: ApiRequest[Any] = endpoints.prefetch(self._path, self._model, id)
         return await self.sender.send(request)
 
@@ -131,7 +131,7 @@ class Files(Collection[IO, types.File]):
             file: a path, bytes, a binary file, or (name, bytes or binary file).
             handle: NAME for ``IMAGE#NAME`` or ``FILE#NAME`` in prompts.
             ttl: seconds until it expires and is deleted; None: as the server is configured, which is never by default.
-            replace: takes the handle from another file, which is deleted.
+            replace: if another file has the handle, take it over and delete that file.
             split: the way a document is cut into chunks: ``auto`` (the default: cut if it is too long for one),
                 ``none``, ``fixed``, ``sentence``, ``paragraph``, ``section``, or ``{"mode", "tokens", "overlap"}``.
             press: name of the press that compresses it, such as ``snapkv-50``; ``none``: no compression; None: the
@@ -171,7 +171,7 @@ class Files(Collection[IO, types.File]):
         file is the whole body of the request, and an event loop does not wait while the disk is read.
 
         Args:
-            replace: False: another file that has the handle is not replaced, but ``HandleTaken`` raised.
+            replace: False: raise ``HandleTaken`` if another file has the handle, instead of replacing that file.
             progress: called with (bytes sent, total bytes), for ``AsyncMPIC`` on a thread.
         """
         upload = dataclasses.replace(self.sender.sources.upload(file, progress), field=None)
@@ -185,7 +185,7 @@ class Files(Collection[IO, types.File]):
 
     @call
     async def update(self, id: str, ttl: Seconds = ..., *, kv_ttl: Seconds = ...) -> types.File:
-        """Change the lifetimes of a file; those that are left out stay as they are.
+        """Change the lifetimes of a file; a lifetime that is left out stays as it is.
 
         Args:
             ttl: seconds until it expires, from now; None: never.
@@ -200,7 +200,7 @@ class Files(Collection[IO, types.File]):
 
 
 class UploadsInParts(Resource[IO]):
-    """Files that come in parts, so that what is lost on the way is sent again, and not all of it."""
+    """Files that are sent in parts, so that only a lost part has to be sent again."""
 
     @call
     async def create(
@@ -216,10 +216,10 @@ class UploadsInParts(Resource[IO]):
         purpose: str = "user_data",
         kv_ttl: int | None = None,
     ) -> types.Upload:
-        """Begin a file of so many bytes. It waits an hour for its next part.
+        """Begin an upload of a file of ``bytes`` bytes. The server waits an hour for each next part.
 
         Args:
-            filename: its name, which is only shown.
+            filename: its name, for display only.
             handle, ttl, replace, split, press, kv_ttl: see ``files.create``.
         """
         request = endpoints.upload_create(
@@ -240,10 +240,10 @@ class UploadsInParts(Resource[IO]):
 
     @call
     async def complete(self, id: str, part_ids: Sequence[str], md5: str | None = None) -> types.Upload:
-        """Make the file of these parts, in this order; it is the ``file`` of the result.
+        """Assemble these parts into the file, in this order; the result has it as ``file``.
 
         Args:
-            md5: of the whole file, in hexadecimal; None is not checked.
+            md5: MD5 of the whole file, in hexadecimal; None skips the check.
         """
         return await self.sender.send(endpoints.upload_complete(id, part_ids, md5))
 
@@ -262,8 +262,8 @@ class UploadsInParts(Resource[IO]):
         wait: bool | float = False,
         progress: Progress | None = None,
     ) -> types.File:
-        """Send a file to an upload that was begun, part by part, of which one is in memory at a time, and complete
-        it. Called again after it was interrupted, with the same ``part_bytes``, it sends only the parts that the server
+        """Send a file, part by part, to an upload that was begun, and complete it. One part is in memory at a time.
+        Called again after it was interrupted, with the same ``part_bytes``, it sends only the parts that the server
         does not have.
 
         Args:
@@ -272,13 +272,13 @@ class UploadsInParts(Resource[IO]):
             progress: called with (bytes sent, total bytes) after each part.
 
         Raises:
-            ClientError: the file has fewer bytes than was said when the upload was begun, or more.
-            ChecksumMismatch: the server has received other bytes.
+            ClientError: the size of the file differs from the one announced when the upload was begun.
+            ChecksumMismatch: the server has received different bytes.
         """
         if part_bytes < 1:
             raise ValueError("a part has one byte at least")
         done = await UploadsInParts.retrieve(self, id)
-        if done.file is None:  # else it was completed, and the answer was lost
+        if done.file is None:  # otherwise it was completed, and the answer was lost
             source, ids, whole = self.sender.sources.upload(file), [], hashlib.md5(usedforsecurity=False)
             held = {(part.sha256, part.bytes): part.id for part in done.parts}
             part_bytes = max(part_bytes, math.ceil(done.bytes / MOST_PARTS))
@@ -430,7 +430,7 @@ class References(Collection[IO, types.Reference]):
 
     @call
     async def index(self) -> types.ReferenceIndex:
-        """Return the number of references that can be found, and of those still to be embedded; for administrators."""
+        """Return the number of references that can be found and of those still to be embedded. For administrators."""
         return await self.sender.send(endpoints.reference_index())
 
     @call
@@ -440,7 +440,7 @@ class References(Collection[IO, types.Reference]):
 
     @call
     async def update(self, id: str, ttl: int | None) -> types.Reference:
-        """Set a reference to expire in ``ttl`` seconds from now; None: never."""
+        """Let a reference expire ``ttl`` seconds from now; None: never."""
         return await self.sender.send(endpoints.update("references", types.Reference, id, ttl=ttl))
 
     @call

@@ -1,4 +1,4 @@
-"""Decides whether a request is sent again, and how long to wait before that."""
+"""Decides whether to send a request again, and how long to wait first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from email.utils import parsedate_to_datetime
 import httpx
 
 REFUSED = (429, 503)
-"""Statuses of requests that were refused before anything was done, so that any request may be sent again."""
+"""Statuses by which a server refuses a request before doing anything, so that any request may be sent again."""
 
 NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout)
 BROKEN = (httpx.ReadError, httpx.WriteError, httpx.CloseError, httpx.RemoteProtocolError)

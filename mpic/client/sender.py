@@ -1,4 +1,4 @@
-"""Sends the requests of a client's resources, again where that may help."""
+"""Sends the requests of a client's resources, and repeats them where that may help."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Sender(Generic[IO]):
         retry = self._retry if request.can_resend else Retry(most=0)
         attempt = 0
         while True:
-            if http.is_closed:  # also while a broken request waits to be sent again
+            if http.is_closed:  # it may be closed while a broken request waits to be sent again
                 raise ClientClosed(f"this client of {self.url} was closed; make a new one")
             outcome: httpx.Response | httpx.RequestError
             try:
@@ -46,7 +46,7 @@ class Sender(Generic[IO]):
                     try:
                         message = http.build_request(request.method, request.path, **options)
                         if isinstance(body := options.get("content"), BodyStream):
-                            message.stream = body  # httpx takes it for one that only ``MPIC`` can send
+                            message.stream = body  # otherwise httpx accepts it from ``MPIC`` only
                     except (ValueError, httpx.InvalidURL) as exc:
                         raise unsendable(request, exc) from exc
                     outcome = await self.io.send(message, stream)

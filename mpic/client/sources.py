@@ -1,7 +1,7 @@
-"""Files to send, which are read in pieces, and from the start for each attempt.
+"""Files to send, read in pieces, and from the start for each attempt.
 
 This is the only module in which a string may be a path, for the convenience of programs that use the SDK. A program
-that passes on text of other people makes its client with ``local_files=False``, so that no string is taken for a path.
+that passes on other people's text makes its client with ``local_files=False``, so that no string is taken for a path.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpic.client.errors import ClientError
 from mpic.errors import BadRequest, InvalidImage, TooLarge
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes sent so far and their number in all, which is 0 for what cannot be sought (a pipe)."""
+"""Called with the bytes sent so far and the total, which is 0 for a source without seeking (a pipe)."""
 
 Source = str | os.PathLike[str] | bytes | IO[bytes] | tuple[str, bytes | IO[bytes]]
 """A path, bytes, a binary file, or (name, bytes or binary file)."""
@@ -38,11 +38,11 @@ IMAGE_URL = re.compile(r"data:image/(?:png|jpeg|webp|bmp|gif|tiff|avif|heic|heif
 
 @dataclass(frozen=True)
 class Upload:
-    """A file of a form, or a whole body.
+    """A file in a form, or a file as the whole body of a request.
 
     Args:
         content: the content to send; a ``Path`` is opened for each attempt.
-        field: its field in the form; None: it is the body.
+        field: name of its form field; None if it is the whole body.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Upload:
 
     @property
     def replayable(self) -> bool:
-        """Return whether it can be read again from the start, so that a refused upload can be repeated."""
+        """Return whether the content can be read again from the start, so that a refused upload can be repeated."""
         if isinstance(self.content, Path):
             return not self.content.is_fifo()
         return isinstance(self.content, bytes) or _seekable(self.content)
@@ -69,7 +69,7 @@ class Upload:
 
     @contextmanager
     def read(self) -> Iterator[_Body]:
-        """Yield what is to be sent, as a file at its start."""
+        """Yield the content as a file, positioned at its start."""
         if isinstance(self.content, Path):
             with self.content.open("rb") as file:
                 yield self._body(file)
@@ -89,8 +89,8 @@ def _seekable(file: IO[bytes]) -> bool:
 class _Body:
     """A file of unknown size, which is sent in chunks.
 
-    It has no ``fileno``, because httpx would take the size of what is open there for the number of bytes to send: 0 for
-    a pipe, and the compressed bytes of a file that ``gzip`` reads.
+    It has no ``fileno``, because httpx would take the size of that descriptor for the number of bytes to send: 0 for a
+    pipe, and the compressed size of a file that ``gzip`` reads.
     """
 
     def __init__(self, file: IO[bytes], progress: Progress | None) -> None:
@@ -144,7 +144,7 @@ class _SizedBody(_Body):
         return self._sent
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go to an offset. To find the end, nothing is read: what is compressed would have to be expanded."""
+        """Go to an offset. Finding the end reads nothing, because a compressed file would have to be expanded."""
         self._sent = self._size if whence == os.SEEK_END else offset
         if self._sent < self._size:
             self._file.seek(self._sent)
@@ -167,13 +167,13 @@ class BodyStream(httpx.SyncByteStream, httpx.AsyncByteStream):
 
 
 def unicode_name(name: str) -> str:
-    """Return a file's name as it can be sent and printed: what is not UTF-8 on the disk is replaced."""
+    """Return a file's name in a form that can be sent and printed: bytes that are not UTF-8 are replaced."""
     return name.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Converts the files and images that a caller passes to the form in which they are sent.
+    """Converts the files and images that a caller passes into the form in which they are sent.
 
     Args:
         local_files: True if a string or ``Path`` names a file of this machine. If False, both are refused and nothing

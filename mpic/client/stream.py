@@ -92,7 +92,7 @@ class Stream:
         self._events.closed = True
         try:
             self._chunks.close()
-        except ValueError:  # another thread is in the generator, which ends with the connection
+        except ValueError:  # another thread is inside the generator, which ends with the connection
             _hang_up(self._events.response)
         self._events.response.close()
 
@@ -148,7 +148,7 @@ class AsyncStream:
     def __del__(self) -> None:
         if self._events.response.is_closed:
             return
-        with suppress(RuntimeError):  # no loop runs any more, and nothing can be awaited
+        with suppress(RuntimeError):  # no loop is running any more, so nothing can be awaited
             asyncio.get_running_loop().create_task(self.close())
 
 

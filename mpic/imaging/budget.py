@@ -1,4 +1,4 @@
-"""A budget of bytes and callers for work that runs at the same time, granted to users in turn."""
+"""A budget of bytes and callers for concurrent work, granted to users in turn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _user: ContextVar[str] = ContextVar("user", default="")
 
 @contextmanager
 def on_behalf_of(user: str) -> Iterator[None]:
-    """Name the user on whose behalf the block takes places in budgets."""
+    """Set the user on whose behalf the block waits for budgets."""
     token = _user.set(user)
     try:
         yield
@@ -34,17 +34,17 @@ class _Ticket:
 class Budget:
     """A semaphore over bytes and callers. Thread-safe.
 
-    Users take turns (``on_behalf_of``): the next caller is of the user who has the fewest inside, and among those of
-    the one whose last turn was longest ago. The callers of one user are served in the order of their arrival, so that a
-    stream of small requests cannot keep a large one waiting for ever. A user may wait with at most as many callers as
-    there are places left in the line, so that nobody fills it alone.
+    Users take turns (``on_behalf_of``): the next caller belongs to the user with the fewest callers inside; between
+    equals, to the user whose last turn was longest ago. The callers of one user are served in the order of their
+    arrival, so that a stream of small requests cannot keep a large one waiting for ever. A user may have at most as
+    many callers waiting as the line has free places left, so that nobody fills it alone.
 
     Args:
         most: maximum number of callers inside at a time, whatever their size.
         most_waiting: maximum number of callers that may wait; further ones are refused.
 
     Attributes:
-        bytes, running: bytes and callers that are inside now.
+        bytes, running: number of bytes and of callers inside now.
         most_bytes, most_running: the highest values these have had.
     """
 
@@ -59,12 +59,12 @@ class Budget:
 
     @contextmanager
     def taken(self, size: int, capacity: int, patient: bool = False) -> Iterator[None]:
-        """Wait for its turn and for ``size`` bytes, and hold them inside the block.
+        """Wait for the caller's turn and for ``size`` bytes, and hold them inside the block.
 
         Args:
             size: number of bytes; a caller that asks for more than ``capacity`` runs alone.
             capacity: bytes that all callers may hold together.
-            patient: wait even if too many others do, for work that a client cannot be asked to send again.
+            patient: wait even if the line is full, for work that a client cannot be asked to send again.
 
         Raises:
             DecoderBusy: too many callers are waiting already, of this user or of all.

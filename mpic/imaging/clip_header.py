@@ -1,5 +1,5 @@
-"""Tells videos and animated images by their headers. Nothing is decoded, and no more than ``MOST_PARTS`` parts of a
-file are looked at, however many it has: this runs in the server's process."""
+"""Recognises videos and animated images by their headers. This runs in the server's process, so nothing is decoded and
+at most ``MOST_PARTS`` parts of a file are read."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ STILL_BRANDS = {
     b"jp2 ": "JPEG 2000", b"jpx ": "JPEG 2000", b"jxl ": "JPEG XL",
 }  # fmt: skip
 MOST_PARTS = 400_000
-"""Maximum number of parts of a file that are looked at: as many as a GIF of 100 MB has blocks."""
+"""Maximum number of parts of a file that are read: about the number of blocks in a GIF of 100 MB."""
 
 
 def container(head: bytes) -> str | None:
-    """Return the name of the video container that a file begins as (16 bytes are enough), or None."""
+    """Return the name of the video container whose signature a file begins with, or None; its first 16 bytes are
+    enough."""
     if head[4:8] == b"ftyp" and head[8:12] not in STILL_BRANDS:
         return "MP4 or QuickTime"
     if head.startswith(b"RIFF") and head[8:12] == b"AVI ":
@@ -43,7 +44,7 @@ def is_fragmented(data: FileBytes) -> bool:
 
 
 def movie_seconds(data: FileBytes) -> float:
-    """Return the duration of an MP4 by its header, edits included, or 0 if the header does not state it."""
+    """Return the duration that the header of an MP4 states, edits included, or 0 if it states none."""
     for kind, lo, hi in _boxes(data, 0, len(data)):
         if kind != b"moov":
             continue
@@ -97,8 +98,8 @@ def _frames_of_webp(data: FileBytes) -> int:
 
 
 def _frames_of_gif(data: FileBytes) -> int:
-    """Count the frames of a GIF up to two; also return 2 if it has too many parts to look at, so that a decoding
-    process finds out."""
+    """Count the frames of a GIF up to two; also return 2 if it has too many parts to read here, so that a decoding
+    process counts them."""
     flags = data[10] if len(data) > 10 else 0
     at, frames, parts = 13 + _colours(flags), 0, 0
     while at < len(data) and frames < 2:

@@ -1,10 +1,10 @@
 """Readers of clips: one walk over a file's frames, whichever library decodes it.
 
-Animated GIF, WebP and PNG are Pillow's, which is always there. Containers are OpenCV's (its FFmpeg), which the extra
-``video`` installs and vLLM brings. It reads from a stream, in one thread, and gets nothing but files that begin as a
-known container. FFmpeg itself decides by more than the beginning, and would follow the addresses in a playlist or
-listen for the stream that a session description announces, so it is told which containers it may open, and that it may
-use no protocols.
+Pillow, which is always installed, reads animated GIF, WebP and PNG. OpenCV (its FFmpeg), which the extra ``video``
+installs and vLLM brings along, reads containers, from a stream, in one thread, and only files that begin with the
+signature of a known container. FFmpeg looks at more than the signature, and would follow the addresses in a playlist or
+listen for the stream that a session description announces, so it is told which containers it may open, and to use no
+protocols.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OLDEST = 5
 """Oldest version of OpenCV with which clips are tested."""
 SHORTEST_DELAY = 0.02
 DELAY = 0.1
-"""Seconds that a frame of an animated image is shown if its file says less than the shortest delay, as browsers do."""
+"""Seconds that a frame of an animated image is shown if the file states a delay below the minimum, as in browsers."""
 
 
 class Shown(NamedTuple):
@@ -40,7 +40,7 @@ class Shown(NamedTuple):
     Args:
         start: seconds at which it is shown, or None where the file does not tell.
         end: seconds at which it ends, or None.
-        image: returns it in RGB; to be called before the walk goes on.
+        image: function that returns the frame in RGB; call it before the walk goes on.
     """
 
     start: float | None
@@ -52,11 +52,11 @@ class ClipReader(NamedTuple):
     """An opened clip.
 
     Args:
-        width, height: of its frames as the file has them, in pixels.
-        rate: frames a second as the file has it, or 0.
+        width, height: size of its frames as stored in the file, in pixels.
+        rate: frames a second that the file states, or 0.
         claimed: number of frames that the file declares, or 0 if that is an estimate.
         length: duration in seconds that the file declares, edits included, or 0 if it declares none.
-        walk: its frames in the order in which they are shown; to be walked once.
+        walk: its frames in display order; can be iterated once.
     """
 
     width: int
@@ -72,9 +72,9 @@ def reader(data: FileBytes) -> Iterator[ClipReader]:
     """Open a clip.
 
     Raises:
-        InvalidVideo: the file is none.
-        NoVideoDecoder: nothing that decodes it is installed.
-        Others: whatever a decoder raises for hostile bytes.
+        InvalidVideo: the file is not a clip.
+        NoVideoDecoder: no decoder for it is installed.
+        Exception: whatever a decoder raises for hostile bytes.
     """
     kind = container(data[:16])
     if kind is None:
@@ -99,8 +99,8 @@ def installed() -> bool:
 
 
 def load() -> None:
-    """Import the package that decodes containers, if it is installed, without its messages on standard error, and
-    limited to the files that are ``ALLOWED``."""
+    """Import the package that decodes containers, if it is installed. Silence its messages on standard error, and limit
+    it to the ``ALLOWED`` files."""
     os.environ["OPENCV_FFMPEG_CAPTURE_OPTIONS"] = ALLOWED
     os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")
     os.environ.setdefault("OPENCV_LOG_LEVEL", "SILENT")

@@ -19,25 +19,25 @@ from mpic.imaging.pixels import said_by
 from mpic.imaging.stored_file import FileBytes
 
 FRAME_PIXELS = 4096 * 2304
-"""Most pixels of one frame; a decoder may hold more than a dozen of them at a time."""
+"""Maximum pixels of one frame; a decoder may hold more than a dozen frames at a time."""
 MOST_RATE = 240.0
-"""Most frames a second. A container whose clock ticks faster than that gives its clock as the rate."""
+"""Maximum frames a second. A container that states more has given the ticks of its clock as the rate."""
 USUAL_RATE = 24.0
-"""Frames a second of a clip without times; transformers assumes the same."""
+"""Frames a second assumed for a clip without timestamps, as in transformers."""
 AGREES = 0.01
-"""The rate that the file declares is used if the frames' times differ from it by no more than this share."""
+"""The declared rate is used if it differs from the rate of the frames' timestamps by at most this share."""
 LOST = 0.05
-"""A file of whose frames more than this share (and more than two) cannot be decoded is damaged."""
+"""A file is damaged if more than this share of its frames, and more than two, cannot be decoded."""
 
 
 class ClipRules(NamedTuple):
     """Rules by which clips are accepted.
 
     Args:
-        frame_pixels: most pixels of one frame.
-        aspect: most that the longest side of a frame may be over its shortest.
-        seconds: longest clip.
-        pixels: most pixels of all frames that are asked for together.
+        frame_pixels: maximum pixels of one frame.
+        aspect: maximum ratio of a frame's longest side to its shortest.
+        seconds: maximum duration of a clip.
+        pixels: maximum pixels of all requested frames together.
     """
 
     frame_pixels: int
@@ -62,7 +62,7 @@ class ClipFacts(NamedTuple):
 
 
 Sample = Callable[[ClipFacts], Iterable[int]]
-"""Chooses the frames of a clip that are seen: returns their numbers, which ascend."""
+"""Chooses the frames of a clip that the model sees: returns their numbers, ascending."""
 
 
 class Clip(NamedTuple):
@@ -135,8 +135,8 @@ def facts(data: FileBytes, rules: ClipRules) -> ClipFacts:
 
 
 def _is_damaged(found: ClipReader, count: int, seconds: float) -> bool:
-    """Return whether frames are missing. Frames that an edit leaves out are not: the rest then lasts as long as the
-    file declares."""
+    """Return whether frames are missing. Frames that an edit leaves out do not count as missing: without them, the clip
+    lasts as long as the file declares."""
     if found.claimed - count <= max(2, LOST * found.claimed):
         return False
     return not found.length or seconds + 1 / (found.rate or USUAL_RATE) < (1 - LOST) * found.length
@@ -148,7 +148,7 @@ def frames(
     """Yield the frames of these numbers, which ascend, as ``height * width * 3`` bytes each.
 
     Args:
-        size: width and height that every frame must have; left out: those of the first one.
+        size: width and height that every frame must have; None: those of the first frame.
 
     Raises:
         InvalidVideo: there are fewer frames, or they change their size; and as ``_opened``.
@@ -192,7 +192,8 @@ def _too_long(rules: ClipRules) -> VideoTooLarge:
 
 
 def _rate(claimed: float, measured: float) -> float:
-    """Return frames a second, from what a file says (exact, or nonsense) and the times of its frames (rounded)."""
+    """Return the frames a second, from the rate that a file declares (exact, or nonsense) and the timestamps of its
+    frames (rounded)."""
     good = math.isfinite(claimed) and 0 < claimed <= MOST_RATE
     if not math.isfinite(measured) or measured <= 0:
         return claimed if good else USUAL_RATE

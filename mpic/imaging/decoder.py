@@ -1,5 +1,5 @@
-"""Decoding for the whole process: small images are decoded in it, large ones and clips in worker processes, a few at a
-time.
+"""Decodes for the whole process: small images in the process itself, large images and clips in worker processes, a few
+at a time.
 
 All libraries and pages of a process share one decoder, because they share its memory.
 """
@@ -28,12 +28,12 @@ from mpic.imaging.worker_pool import CLIP_CPU_SECONDS, CPU_SECONDS, DOCUMENT_CPU
 
 MOST_WORKERS = 4
 MOST_WAITING = 16
-"""This is less than half of the threads that answer requests, so that a flood of large images leaves threads for the
-rest."""
+"""Less than half of the threads that answer requests, so that a flood of large images leaves threads for other
+requests."""
 MOST_CLIPS_WAITING = 4
-"""They may wait for minutes, so together with the images that wait they must leave threads for the rest."""
+"""Clips may wait for minutes, so together with waiting images they must leave threads for other requests."""
 MARGIN = 96 * MiB
-"""A worker may take this much beyond its estimate, for text and colour profiles that are unpacked before the pixels."""
+"""Bytes that a worker may use beyond its estimate, for text and colour profiles that are unpacked before the pixels."""
 RESULT = 4
 """Bytes that Pillow takes for a pixel of a decoded image."""
 CLIP_PER_PIXEL = 40
@@ -41,11 +41,11 @@ CLIP_PER_PIXEL = 40
 more in finer formats; the frame itself is held a few times, in RGB."""
 CLIP_SLACK = 128 * MiB
 PER_BYTE = 3
-"""Bytes of memory for each byte of a file that its decoder takes as a whole."""
+"""Bytes of memory for each byte of a file that its decoder reads as a whole."""
 STREAMED = (b"\xff\xd8", b"GIF8", b"BM")
-"""How the images begin that are decoded as they are read. So are all videos."""
+"""First bytes of the image formats that are decoded while they are read; videos always are."""
 DOCUMENT_PER_BYTE, DOCUMENT_SLACK = 4, 256 * MiB
-"""Bytes of memory for each byte of a document, and for what is unpacked of it."""
+"""Bytes of memory for each byte of a document, and bytes for its unpacked content."""
 
 
 class Decoder:
@@ -127,7 +127,7 @@ class Decoder:
         self, do: str, data: FileBytes, rules: ImageRules, budget: int, header: ImageHeader, options: dict
     ) -> Any:
         needed = header.bytes_needed(_held(data), rules.pixels)
-        # an image with more pixels will be refused
+        # an image with more pixels will be refused anyway
         most = min(header.pixels, rules.pixels) if header.known else rules.pixels
         result = RESULT * most if do == "decode" else 0
         order = {"do": do, "what": IMAGE, "rules": rules, "options": options, "seconds": CPU_SECONDS}
@@ -193,7 +193,8 @@ class Decoder:
         targets: Sequence[memoryview] = (),
         patient: bool = False,
     ) -> Reply:
-        """Give an order about a clip whose frames have at most so many pixels; ``result`` bytes of them are kept."""
+        """Send a worker an order about a clip whose frames have at most ``pixels`` pixels; ``result`` bytes of the
+        frames are kept."""
         needed = CLIP_PER_PIXEL * pixels + _held(data) + CLIP_SLACK
         order |= {"what": CLIP, "seconds": CLIP_CPU_SECONDS, "memory": needed + needed // 2 + MARGIN}
         with (
@@ -240,7 +241,7 @@ class Decoder:
 
 
 def _held(data: FileBytes) -> int:
-    """Return how much memory the content of a file takes beside what is decoded of it."""
+    """Return the bytes of memory that the content of a file takes, apart from the decoded result."""
     streamed = data.startswith(STREAMED) or container(data[:16]) is not None
     return 0 if streamed and isinstance(data, StoredFile) else PER_BYTE * len(data)
 

@@ -27,12 +27,12 @@ from mpic.imaging.stored_file import FileBytes, stream
 INSTALL = "pip install 'mpic[documents]'"
 SIGNATURES = (b"%PDF-", b"PK\x03\x04", b"\xd0\xcf\x11\xe0")
 PARTS = {"word/document.xml": "docx", "ppt/presentation.xml": "pptx", "xl/workbook.xml": "xlsx"}
-"""Files inside a ZIP that tell what it is."""
+"""Files inside a ZIP that identify the kind of document."""
 MOST_XML = 64 << 20
-"""Bytes of XML that are unpacked of an Office document. Parsers take up to a second for each two million."""
+"""Maximum bytes of XML unpacked from an Office document. Parsers take up to a second per two million bytes."""
 PAGED = ("pdf", "pptx", "xlsx", "ods", "xls")
 UNSAID = str.maketrans("", "", "\0\x02\ufffe\uffff")
-"""Characters that PDFium puts where a word is cut at the end of a line, and such as no text has."""
+"""Characters that PDFium puts where a line end splits a word, and characters that belong in no text."""
 
 
 class DocumentRules(NamedTuple):
@@ -48,7 +48,7 @@ class DocumentRules(NamedTuple):
 
 
 class DocumentText(NamedTuple):
-    """A document as it was read.
+    """The content of a document.
 
     Args:
         format: ``pdf``, ``docx``, ``pptx``, ``xlsx``, ``ods`` or ``xls``.
@@ -90,7 +90,7 @@ def read(data: FileBytes, rules: DocumentRules) -> DocumentText:
 
 
 def _bounded(texts: Iterable[str], paged: bool, rules: DocumentRules) -> Iterator[str]:
-    """Yield the pages with their numbers, within the bounds."""
+    """Yield the pages with their numbers; raise if there are more than the rules allow."""
     size, any_text = 0, False
     for number, text in enumerate(texts, 1):
         if number > rules.pages:
@@ -203,7 +203,7 @@ def _sheets(data: FileBytes) -> Iterator[str]:
 
 
 def _said(cell: object) -> str:
-    """Return the text of a cell. Whole numbers are floats in most sheets."""
+    """Return the text of a cell. Print whole numbers as integers, because most sheets store them as floats."""
     return str(int(cell)) if isinstance(cell, float) and cell.is_integer() else str(cell)
 
 

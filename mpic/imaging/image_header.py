@@ -1,6 +1,7 @@
 """Headers of image files, read before a decoder sees the file, to estimate the memory and time of decoding.
 
-A header does not decide whether an image is accepted, except that a header with too many pixels is believed.
+The header alone never gets an image accepted or refused, with one exception: a header that states too many pixels is
+believed.
 """
 
 from __future__ import annotations
@@ -14,29 +15,29 @@ from mpic.imaging.stored_file import WINDOW, FileBytes
 MiB = 1 << 20
 SMALL_PIXELS = 2 << 20
 SMALL_BYTES = 4 * MiB
-"""An image of at most this many pixels and bytes is decoded in the server's own process."""
+"""Images up to this many pixels and bytes are decoded in the server's own process."""
 LARGE_PIXELS = 4 << 20
-"""After an image of more pixels has been used, freed memory is given back to the system."""
+"""Above this many pixels, freed memory is given back to the system after an image has been used."""
 MANY_PARTS = 1000
 """A PNG with more chunks or a JPEG with more segments counts as odd, because Pillow walks them in Python."""
 MANY_SCANS = 32
 """A JPEG with more scans counts as odd, because each covers the whole image, however few bytes it has."""
 MOST_SCANS, SCANNED_PIXELS = 256, 1 << 30
-"""Scans of a JPEG, and their pixels together, above which it is refused: a file of 300 KB can have a thousand scans,
-which take minutes. Programs write some ten scans, which makes 400 million pixels of the largest image."""
+"""A JPEG with more scans, or more pixels over all scans, is refused: a file of 300 KB can have a thousand scans, which
+take minutes. Programs write about ten scans, which is 400 million pixels for the largest image."""
 SCAN_MARKERS = 16
-"""Most markers of a JPEG for each of its scans; a scan has two or three. One that has more counts as one of too many
-scans, because each is a step in Python."""
+"""Maximum markers per scan of a JPEG; a scan has two or three. A JPEG with more is treated like one with too many
+scans, because each marker is a step in Python."""
 MUCH_EXIF = 16 << 10
 """EXIF data of n bytes can unpack to n * n / 12 bytes, because each entry may point at all of the data."""
 
 SIZES, HEIF_PROPERTIES = re.compile(rb"ispe"), 64 << 10
-"""The name of the sizes in an AVIF or HEIC, and the bytes of the file in which they are looked for."""
+"""The name of the size property in an AVIF or HEIC, and the number of bytes of the file that are searched for it."""
 MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]", re.S)
-"""A marker of a JPEG other than those within a scan."""
+"""A JPEG marker other than those inside a scan."""
 
 PER_PIXEL = {"PNG": 4, "JPEG": 4, "WEBP": 16, "BMP": 4, "GIF": 8, "TIFF": 16, "AVIF": 16, "HEIF": 24}
-"""Bytes per pixel that decoding takes: Pillow's own four, and those that the format's library holds beside them."""
+"""Bytes per pixel that decoding takes: Pillow's own four plus those that the format's library holds."""
 SLACK = 16 * MiB
 
 
@@ -60,7 +61,7 @@ class ImageHeader(NamedTuple):
 
     @property
     def costly(self) -> bool:
-        """Return whether decoding takes far more work than any picture does."""
+        """Return whether decoding would take far more work than any real picture needs."""
         return self.scans > MOST_SCANS or self.scans * self.pixels > max(SCANNED_PIXELS, 16 * self.pixels)
 
     @property
@@ -79,8 +80,8 @@ class ImageHeader(NamedTuple):
         """Estimate the bytes of memory that decoding takes.
 
         Args:
-            held: bytes that the content of the file takes.
-            most_pixels: the most pixels that are accepted, which a file is assumed to have if its header has no size.
+            held: bytes of memory that the content of the file takes.
+            most_pixels: maximum accepted pixels; assumed for a file whose header has no size.
         """
         pixels = min(self.pixels, most_pixels) if self.known else most_pixels
         return pixels * self.per_pixel + held + SLACK
@@ -127,11 +128,11 @@ def _jpeg(data: FileBytes) -> ImageHeader:
     at, exif, frame = 2, 0, b""
     for _ in range(MANY_PARTS):
         marker, size = data[at : at + 2], _big(data, at + 2, 2)
-        if marker == b"\xff\xda":  # the pixels begin
+        if marker == b"\xff\xda":  # pixel data begins
             return _jpeg_frame(frame, _scans(data, at), exif > MUCH_EXIF) if frame else ImageHeader()
         if marker[:1] != b"\xff":
             break
-        if marker == b"\xff\xff":  # a byte of padding
+        if marker == b"\xff\xff":  # padding byte
             at += 1
             continue
         if b"\xc0" <= marker[1:] <= b"\xcf" and marker[1:] not in b"\xc4\xc8\xcc":
@@ -143,8 +144,8 @@ def _jpeg(data: FileBytes) -> ImageHeader:
 
 
 def _scans(data: FileBytes, at: int) -> int:
-    """Count the scans of a JPEG from the first on, to its end or to more than ``MOST_SCANS``. Other images, which
-    cameras append, do not count."""
+    """Count the scans of a JPEG from the first on, up to its end or just above ``MOST_SCANS``. Images that cameras
+    append to it do not count."""
     scans = 0
     for _ in range(SCAN_MARKERS * MOST_SCANS):
         scans += data[at + 1] == 0xDA
@@ -155,7 +156,7 @@ def _scans(data: FileBytes, at: int) -> int:
 
 
 def _marker(data: FileBytes, at: int) -> int:
-    """Return where the next marker of a JPEG is, or -1."""
+    """Return the offset of the next marker of a JPEG, or -1."""
     for begin in range(at, len(data), WINDOW - 1):  # a marker is two bytes long
         found = MARKER.search(data[begin : begin + WINDOW])
         if found is not None:
@@ -205,7 +206,7 @@ def _tiff(data: FileBytes) -> ImageHeader:
 
 
 def _heif(data: FileBytes) -> ImageHeader:
-    """Read the largest size that the properties of an AVIF or HEIC name (``ispe``, ISO/IEC 23008-12, section 6.5.3),
+    """Read the largest size among the properties of an AVIF or HEIC (``ispe``, ISO/IEC 23008-12, section 6.5.3),
     which is that of the image, not of its tiles or thumbnail."""
     kind = "AVIF" if data[8:12] == b"avif" else "HEIF"
     found = [data[at.end() + 4 : at.end() + 12] for at in SIZES.finditer(data[:HEIF_PROPERTIES])]

@@ -1,4 +1,4 @@
-"""Decoding with Pillow: checks whether an image is accepted, and gives its pixels strip by strip.
+"""Decodes with Pillow: checks whether an image is accepted, and yields its pixels strip by strip.
 
 The pixels are upright (the EXIF orientation is applied) and RGB, with transparency laid over white. Each strip is
 turned and converted by itself, so that there is never a second copy of the whole image beside Pillow's own.
@@ -31,7 +31,7 @@ from mpic.imaging.stored_file import FileBytes, stream
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")
 FIRST_ONLY = ("GIF", "TIFF", "MPO", "HEIF")
-"""Formats of which the first image is taken where a file has more: frames, pages, or a photo and its depth."""
+"""Formats in which a file may hold several images (frames, pages, or a photo and its depth map); the first is used."""
 INSTALL_HEIC = "pip install 'mpic[heic]'"
 STRIP_PIXELS = 1 << 18
 Turn = Image.Transpose
@@ -44,10 +44,10 @@ TURNS = {
     7: Turn.TRANSVERSE,
     8: Turn.ROTATE_90,
 }
-"""The rotation that makes an image upright, by EXIF orientation."""
+"""EXIF orientation -> the rotation that makes the image upright."""
 SIDEWAYS = (Turn.TRANSPOSE, Turn.ROTATE_270, Turn.TRANSVERSE, Turn.ROTATE_90)
 FROM_RIGHT = (Turn.TRANSVERSE, Turn.ROTATE_90)
-"""The first row of the upright image is the last column of the stored one."""
+"""Rotations after which the first row of the upright image is the last column of the stored image."""
 FROM_BELOW = (Turn.ROTATE_180, Turn.FLIP_TOP_BOTTOM)
 STEPS = {"L;2": (3, 85), "L;4": (15, 17)}
 """The largest shade of a grey PNG with 2 or 4 bits a pixel, and how far apart its shades are in 8 bits."""
@@ -62,7 +62,7 @@ class ImageRules(NamedTuple):
     Args:
         pixels: maximum number of pixels of an image.
         aspect: maximum ratio of its longest side to its shortest.
-        believed: the number of pixels that memory has been set aside for, or 0. An image that has more raises
+        believed: number of pixels that memory has been reserved for, or 0. An image with more pixels raises
             ``HeaderMismatch``.
     """
 
@@ -85,8 +85,8 @@ class Identity(NamedTuple):
 
 class PixelDigest:
     """SHA-256 of an image's size and pixels, computed from strips. It equals ``mpic.kv.chunk.digest`` of the parts
-    ``image``, ``RGB:<width>x<height>`` and all bytes of the pixels. Compiled chunks are found by it, so it must never
-    change."""
+    ``image``, ``RGB:<width>x<height>`` and all bytes of the pixels. Compiled chunks are looked up by this digest, so
+    the computation must never change."""
 
     def __init__(self, width: int, height: int) -> None:
         self._hash = hashlib.sha256()
@@ -129,7 +129,7 @@ class Upright:
 
         Args:
             mode: RGB, or RGBA to keep transparency.
-            multiple: the height of every strip but the last is a multiple of it.
+            multiple: number that divides the height of every strip but the last.
         """
         width, height = self.size
         rows = max(1, STRIP_PIXELS // width // multiple) * multiple
@@ -158,7 +158,8 @@ def opened(data: FileBytes, rules: ImageRules, draft: int = 0) -> Iterator[Uprig
     Args:
         data: the bytes of a PNG, JPEG, WebP, BMP, AVIF, HEIC, GIF or TIFF; of the last two the first frame or page is
             decoded.
-        draft: a side in pixels that suffices; a JPEG is then decoded at a reduced size. 0 means full size.
+        draft: side in pixels that is enough for the caller, so that a JPEG may be decoded at a reduced size. 0: full
+            size.
 
     Raises:
         ImageTooLarge: it has more pixels than the rules allow according to its header; nothing is decoded.
@@ -166,7 +167,7 @@ def opened(data: FileBytes, rules: ImageRules, draft: int = 0) -> Iterator[Uprig
         AnimatedImage: it has more than one frame.
         NoImageDecoder: the package that decodes it is not installed.
         OutOfMemory: there is not enough memory for it now.
-        HeaderMismatch: it has more pixels than were believed.
+        HeaderMismatch: it has more pixels than ``rules.believed``.
     """
     try:
         with Image.open(stream(data), formats=_formats(data)) as image:
@@ -193,7 +194,7 @@ def _formats(data: FileBytes) -> tuple[str, ...]:
     if kind == "AVIF":
         from PIL import AvifImagePlugin
 
-        # each thread would take address space, which is bounded
+        # one thread, because each takes address space, which is limited
         AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # ty: ignore[invalid-assignment] (its type is its value)
     elif kind in ("HEIC", "HEIF"):
         try:
@@ -209,8 +210,7 @@ def _formats(data: FileBytes) -> tuple[str, ...]:
 
 
 def said_by(error: Exception) -> str:
-    """Return a decoder's message about bytes that it cannot read, in brackets, unless it names the decoder's own
-    objects."""
+    """Return a decoder's error message in brackets, or nothing if the message is about the decoder's own objects."""
     words = cut(" ".join(str(error).split()))
     return f" ({words})" if words and not re.search("<.*>|0x|Error|None", words) else ""
 
@@ -241,7 +241,7 @@ def thumbnail(
 
     Args:
         side: longest side of the result in pixels.
-        least: an image whose longest side is shorter is enlarged to this, so that its pixels show.
+        least: an image whose longest side is shorter is enlarged to this length, so that its pixels are visible.
         transparent: keep transparency; otherwise the image is laid over white.
 
     Raises:
@@ -289,8 +289,8 @@ def too_large(width: int, height: int, rules: ImageRules) -> ImageTooLarge:
 
 
 def _load(image: ImageFile.ImageFile) -> None:
-    """Decode the pixels. Pillow brings those of PNGs to 8 bits a channel, except for grey ones of 16 bits, and leaves
-    the transparent colour as it is in the file; here it is brought to 8 bits, too."""
+    """Decode the pixels. Pillow converts PNGs to 8 bits a channel, except 16-bit grey ones, but leaves the transparent
+    colour as stored in the file; convert that to 8 bits, too."""
     raw = image.tile[0].args if image.format == "PNG" and image.tile else ""
     image.load()
     key = image.info.get("transparency")

@@ -1,7 +1,7 @@
-"""Run a model's image processor exactly as transformers does when it is called with a prompt.
+"""Runs a model's image processor exactly as transformers does for a prompt.
 
-A processor passes settings that its image processor alone does not have: InternVL's cuts images into tiles. Hence the
-engines call image processors through this module only.
+A processor passes settings to its image processor that the image processor alone lacks: InternVL's cuts images into
+tiles. Hence the engines call image processors through this module only.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from PIL import Image
 from mpic.errors import ModelRefused
 
 _OF_ARRAYS = ("return_tensors", "data_format")
-"""Settings that say how pixels are laid out in memory; models take one layout only."""
+"""Settings of the memory layout of pixels; models take one layout only."""
 
 
 def process_images(processor: Any, images: Sequence[Any]) -> tuple[Mapping[str, Any], list[str]]:
-    """Return the tensors that a processor makes of images, and the text that it puts in place of each image's token;
-    no texts for a processor that has nothing but an image processor.
+    """Return the tensors that a processor makes of images, and the text that it inserts for each image's token; no
+    texts for a bare image processor.
 
     Args:
-        images: of one prompt each, or lists of those that share one.
+        images: images that each have a prompt of their own, or lists of images that share a prompt.
 
     Raises:
         ModelRefused: the processor does not tell the text.
@@ -43,8 +43,8 @@ def process_images(processor: Any, images: Sequence[Any]) -> tuple[Mapping[str, 
 
 
 def cut_at_tokens(text: str, token: str) -> tuple[str, str, str] | None:
-    """Return what a processor puts into a prompt for an image: the text before the first ``token``, from there to the
-    end of the last, and behind it; None where there is no such token."""
+    """Split the text that a processor inserts for an image into the part before the first ``token``, the part up to the
+    end of the last ``token``, and the part after it. Return None if there is no such token."""
     first, last = text.find(token), text.rfind(token) + len(token)
     return None if first < 0 else (text[:first], text[first:last], text[last:])
 
@@ -71,7 +71,7 @@ def image_text(processor: Any, size: tuple[int, int]) -> tuple[str, str, str]:
 
 def image_settings(processor: Any) -> dict[str, Any]:
     """Return the arguments with which a processor calls its image processor: defaults of the processor's class, which
-    win over the image processor's own settings, and what its tokenizer was made with."""
+    override the image processor's own settings, and the arguments that its tokenizer was made with."""
     merge = getattr(processor, "_merge_kwargs", None)
     if merge is None:
         return {"return_tensors": "pt"}
@@ -81,8 +81,8 @@ def image_settings(processor: Any) -> dict[str, Any]:
 
 
 def changed_settings(processor: Any) -> dict[str, Any]:
-    """Return those ``image_settings`` that change what the image processor makes with its own settings; none for most
-    processors. They are a part of what identifies a chunk."""
+    """Return the ``image_settings`` that differ in effect from the image processor's own settings; most processors have
+    none. They are part of a chunk's identity."""
     settings, own = image_settings(processor), processor.image_processor
     if not settings.get("do_pan_and_scan"):  # Gemma 3 has sizes of crops that it does not make
         settings = {key: value for key, value in settings.items() if not key.startswith("pan_and_scan_")}

@@ -1,4 +1,4 @@
-"""A file that is too large to be held in memory: an open descriptor, which is lent to the process that decodes it.
+"""A file that is too large to hold in memory: an open descriptor, lent to the process that decodes it.
 
 The server's process looks at a few headers, through a window; the decoding process reads the file as a stream.
 """
@@ -13,24 +13,25 @@ from typing import BinaryIO, TypeAlias, overload
 from mpic.errors import StorageFailed
 
 WINDOW = 64 << 10
-"""Bytes that are read where fewer are asked for; those that are asked for next are most likely among them."""
+"""Minimum bytes per read, because the next bytes asked for are most likely among them."""
 PIECE = 256 << 10
-"""Most bytes that are read at a time."""
+"""Maximum bytes per read."""
 
 
 class StoredFile:
-    """The bytes of an open file. It can be measured and sliced as ``bytes`` can. One thread at a time may use it.
+    """The bytes of an open file, with a length and slices as ``bytes`` has them. One thread at a time may use it.
 
     Args:
-        fd: descriptor by which a decoding process reads the file. Whoever opened it closes it.
+        fd: descriptor through which a decoding process reads the file. The caller that opened it closes it.
         size: number of bytes.
-        read: returns at most so many bytes from an offset, none at the end; None: ``os.pread``.
+        read: function like ``os.pread`` that returns at most the given number of bytes from an offset, and none at the
+            end; None: ``os.pread``.
 
     Attributes:
         fault: the error of the last read that failed.
 
     Raises (whenever it is read):
-        StorageFailed: the disk does not give the bytes, or the file is shorter than it was.
+        StorageFailed: the bytes cannot be read from the disk, or the file is shorter than it was.
     """
 
     def __init__(self, fd: int, size: int, read: Callable[[int, int], bytes] | None = None) -> None:
@@ -64,7 +65,7 @@ class StoredFile:
         return self._window[begin - self._begin : end - self._begin]
 
     def startswith(self, prefix: bytes | tuple[bytes, ...]) -> bool:
-        """Return whether the file begins with this, or with one of these."""
+        """Return whether the file begins with the given bytes, or with one of several."""
         return self[:WINDOW].startswith(prefix)
 
     def pieces(self, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
@@ -74,7 +75,7 @@ class StoredFile:
             yield self.read(at, min(PIECE, end - at))
 
     def read(self, at: int, size: int) -> bytes:
-        """Return ``size`` bytes, which must be there, from an offset."""
+        """Return exactly ``size`` bytes from an offset. Raise StorageFailed if the file has fewer."""
         data = b""
         try:
             while len(data) < size:
@@ -92,13 +93,13 @@ class StoredFile:
 
 
 def unreadable(error: OSError) -> StorageFailed:
-    """Return the error to report when the disk does not give a file's bytes."""
+    """Return the error to report when a file's bytes cannot be read from the disk."""
     return StorageFailed(f"the file cannot be read from the disk ({error.strerror})")
 
 
 class _FileStream(io.RawIOBase):
-    """A ``StoredFile`` as decoders read it. To them it ends where it cannot be read, because they would take an error
-    for a fault of the content; ``fault`` tells."""
+    """A ``StoredFile`` as a stream for decoders. The stream ends at an unreadable byte, because decoders would take an
+    error for a fault of the content; ``fault`` holds the error."""
 
     def __init__(self, file: StoredFile) -> None:
         self._file, self._at = file, 0
@@ -132,7 +133,8 @@ class _Buffered(io.BufferedReader):
         self._size = len(file)
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Return the next bytes. Set aside no more memory than there are, whatever a hostile header says."""
+        """Return the next bytes. Allocate no more memory than there are bytes left, whatever size a hostile header asks
+        for."""
         if size is None or not 0 <= size <= PIECE:
             left = max(0, self._size - self.tell())
             size = left if size is None or size < 0 else min(size, left)
@@ -140,7 +142,7 @@ class _Buffered(io.BufferedReader):
 
 
 FileBytes: TypeAlias = bytes | StoredFile
-"""The content of a file: its bytes, or the open file if they are too many."""
+"""The content of a file: its bytes, or the open file if it is too large for memory."""
 
 
 def stream(data: FileBytes) -> BinaryIO:

@@ -1,5 +1,5 @@
-"""The program of a decoding process: it decodes one image, clip or document after the other, each within the memory and
-time that it is given.
+"""The program of a decoding process: it decodes images, clips and documents one by one, each within given limits of
+memory and time.
 
 The server's process sends an order (JSON) and then the file: its bytes or, if the order names a size, an open
 descriptor, so that a large file is read here and nowhere else. A message to the server's process begins with a letter:
@@ -26,9 +26,9 @@ from mpic.imaging import pixels
 from mpic.imaging.stored_file import FileBytes, StoredFile
 
 IMAGE, CLIP, DOCUMENT = "the image", "the clip", "the document"
-"""Subjects of error messages: what an order is about."""
+"""Subject of an order -> how error messages name it."""
 FULL = 28
-"""Exit status of a process that a document has filled."""
+"""Exit status of a process whose memory a document has filled."""
 TOO_COSTLY = {IMAGE: ImageTooCostly, CLIP: VideoTooCostly, DOCUMENT: DocumentTooCostly}
 
 NO_MEMORY = OutOfMemory.code, "the server does not have enough memory to decode the file now"
@@ -73,7 +73,7 @@ def _serve(connection: Connection, order: dict[str, Any], data: FileBytes) -> tu
         last = b"c"
     except MPICError as error:
         refusal = error.code, error.message
-    if isinstance(data, StoredFile) and data.fault is not None:  # whatever the decoder made of it
+    if isinstance(data, StoredFile) and data.fault is not None:  # whatever error the decoder made of it
         return data.fault.code, data.fault.message
     if refusal is None:
         connection.send_bytes(last)
@@ -85,7 +85,7 @@ def _serve(connection: Connection, order: dict[str, Any], data: FileBytes) -> tu
 
 
 def _answer(connection: Connection, order: dict[str, Any], data: FileBytes) -> bytes:
-    """Send all of the reply but its last message, and return that."""
+    """Send all of the reply except its last message, and return the last message."""
     if order["what"] == CLIP:
         return _answer_clip(connection, order, data)
     if order["what"] == DOCUMENT:
@@ -121,7 +121,7 @@ def _answer_document(connection: Connection, order: dict[str, Any], data: FileBy
         for page in document.pages:
             connection.send_bytes(b"t" + page.encode())
     except MemoryError:
-        os._exit(FULL)  # memory is full of objects of the parser, and not even an error could be made
+        os._exit(FULL)  # the parser's objects fill the memory, so that not even an error could be built
     return b"r" + json.dumps(document.format).encode()
 
 
@@ -129,7 +129,7 @@ def _with_libraries() -> int:
     """Load the libraries that decode clips, which take address space of their own, and return the size of the address
     space."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))  # the bound of the last image
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))  # the limit set for the last image
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     from mpic.imaging import clip_readers
 
@@ -139,11 +139,11 @@ def _with_libraries() -> int:
 
 def _bound(base: int, memory: int, seconds: int) -> bool:
     """Limit this process to ``memory`` bytes beyond those it began with, and to ``seconds`` of computing time from
-    now. Return False if a memory limit that the server itself was started with leaves less."""
+    now. Return False if the memory limit that the server itself was started with allows less."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     spent = int(used.ru_utime + used.ru_stime) + 1
-    with suppress(ValueError):  # a hard limit that is lower holds
+    with suppress(ValueError):  # a lower hard limit still applies
         resource.setrlimit(resource.RLIMIT_CPU, (spent + seconds, hard))
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     if hard != resource.RLIM_INFINITY and hard < base + memory:
@@ -154,7 +154,7 @@ def _bound(base: int, memory: int, seconds: int) -> bool:
 
 
 def _available(size: int) -> bool:
-    """Return whether that much memory can be allocated after all, in which case the image took more than its share."""
+    """Return whether that much memory can still be allocated; if so, it was the image that took more than its share."""
     try:
         mmap.mmap(-1, size).close()
     except (OSError, MemoryError):

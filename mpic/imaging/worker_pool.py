@@ -1,5 +1,5 @@
-"""The pool of decoding processes, in the server's process: they are started on demand, ended when they are idle, and
-replaced when they die."""
+"""The server's pool of decoding processes: they are started on demand, ended when they are idle, and replaced when they
+die."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ from mpic.imaging.worker import CLIP, DOCUMENT, FULL, IMAGE, TOO_COSTLY
 log = logging.getLogger(__name__)
 
 CPU_SECONDS = 30
-"""Computing time that one image may take. A progressive JPEG of 40 million pixels takes two to four seconds."""
+"""CPU seconds that one image may take. A progressive JPEG of 40 million pixels takes two to four seconds."""
 CLIP_CPU_SECONDS = 90
-"""Computing time that one walk over a clip may take."""
+"""CPU seconds that one walk over a clip may take."""
 DOCUMENT_CPU_SECONDS = 30
-"""Computing time that reading a document may take. A thousand pages of a book take a second or two."""
+"""CPU seconds that reading a document may take. A thousand pages of a book take a second or two."""
 INVALID = {IMAGE: InvalidImage, CLIP: InvalidVideo, DOCUMENT: InvalidDocument}
 WALL_SECONDS = 180.0
-"""Time after which a worker that does not answer is ended, for example because it was stopped."""
+"""Seconds after which a worker that does not answer is ended, for example because it was suspended."""
 ENDING_SECONDS = 5.0
-"""Time that a worker has to end whose socket is closed: the kernel closes it before there is an exit status."""
+"""Seconds to wait for the end of a worker whose socket has closed: the kernel closes it before there is an exit
+status."""
 IDLE_SECONDS = 30.0
 LONGEST_MESSAGE = 64 << 20
 BOOT = (
@@ -78,8 +79,8 @@ class Reply:
         frames: buffer into which the frames of a clip are written one after the other.
 
     Attributes:
-        result: the value or the bytes that were asked for.
-        image: the image, if one was asked for; it is assembled from strips as they come.
+        result: the requested value or bytes.
+        image: the image, if one was requested; it is assembled from strips as they arrive.
         pages: the text of each page of a document.
         ended: the worker has sent the last message of the reply, which may be an error.
     """
@@ -154,7 +155,7 @@ class WorkerProcess:
         """Decode one image, clip or document in the worker, which may be used again if it is ``alive`` afterwards.
 
         Args:
-            frames: where the frames of a clip are put.
+            frames: buffer that receives the frames of a clip.
 
         Raises:
             MPICError: the file is refused, or the worker has died.
@@ -175,7 +176,7 @@ class WorkerProcess:
             self.close()
             raise
         except BaseException:
-            if not reply.ended:  # the rest of it would be taken for the next one
+            if not reply.ended:  # the rest of this reply would be taken for the next one
                 self.close()
             raise
         finally:
@@ -194,8 +195,8 @@ class WorkerProcess:
         self._process.kill()
 
     def _end(self, what: str, seconds: int) -> MPICError:
-        """Return the error that explains the death of this worker, which was to decode ``what`` within ``seconds`` of
-        computing."""
+        """Return the error that explains the death of this worker while it decoded ``what`` within ``seconds`` of CPU
+        time."""
         self._connection.close()
         # it might only have closed its socket, or be about to end by itself
         with suppress(subprocess.TimeoutExpired):
@@ -264,7 +265,7 @@ class WorkerPool:
             worker.close()
 
     def forget(self) -> None:
-        """Leave the workers, in a process that was forked, to the process that started them."""
+        """Forget the workers in a forked child; they belong to the process that started them."""
         self._lock, self._idle, self._reaper = threading.Lock(), [], None
 
     def _take(self) -> WorkerProcess:
@@ -291,5 +292,5 @@ class WorkerPool:
                 self._reaper = threading.Timer(IDLE_SECONDS, self.close)
                 self._reaper.daemon = True
                 self._reaper.start()
-        except RuntimeError:  # no thread can be started for lack of memory, so nothing would end it later
+        except RuntimeError:  # there is no memory to start a thread, so nothing would end the worker later
             self.close()

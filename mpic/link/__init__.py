@@ -1,6 +1,7 @@
 """Linking: the registry of policies, and plans.
 
-To add a policy: one file in ``mpic/link/policies``, one line in ``POLICIES``; STRUCTURE.md, "To add", has the rest.
+To add a policy, write one file in ``mpic/link/policies`` and one line in ``POLICIES``; see "To add" in STRUCTURE.md for
+the rest.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ POLICIES: tuple[type[Policy], ...] = (
 
 
 _LONGEST = 64
-"""Characters of the longest text that is looked up among policies; what was found is remembered."""
+"""Maximum characters of a text that is looked up among policies, because lookups are cached."""
 
 
 AUTO = "auto"
-"""Stands for a policy where a server takes one: what that is follows from the model (``mpic.server.auto``)."""
+"""Stands for a policy where a server accepts one; the server chooses it for its model (``mpic.server.auto``)."""
 
 
 def policy_names() -> list[str]:
@@ -98,7 +99,7 @@ def parse_policy(text: str) -> Policy:
 
 
 def named_policy(text: str) -> Policy | None:
-    """Parse what a server takes for a policy. Return None for ``auto``, which names none. Raise UnknownPolicy."""
+    """Parse a policy or ``auto`` as a server accepts them. Return None for ``auto``. Raise UnknownPolicy."""
     return None if text == AUTO else parse_policy(text)
 
 

@@ -14,13 +14,13 @@ LACKS: dict[Need, str] = {
     Need.DECISION: "vLLM's scheduler says what a step computes before anything of the prompt has run",
     Need.TWO_STEPS: "vLLM computes a prompt's rows in one order, each behind all before it",
 }
-"""Why the engine on vLLM does not do what some policies need."""
+"""Need of a policy -> the reason why the engine on vLLM cannot meet it."""
 
 NO_PRESS = (
     "chunks are compressed only on the native engine, not on the {engine} engine, whose paged cache has one set of "
     "tokens for all heads: take press none, or set engine = native"
 )
-"""Why a press is refused."""
+"""The message that refuses a press."""
 
 
 def refusal(policy: Policy, engine: str) -> str | None:

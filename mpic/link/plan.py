@@ -1,6 +1,7 @@
-"""The plan of a link: the tokens of a prompt that are computed, those that are mapped, and their places.
+"""The plan of a link: which tokens of a prompt are computed, which are mapped, and where they stand.
 
-A policy says which chunk tokens a request computes itself; everything else is mapped, not copied. The plan is the
+A policy says which chunk tokens a request computes itself; all other chunk tokens are mapped, not copied. The plan is
+the
 relocation table that follows: the request's own tokens in sequence order and, for every visible part of a chunk, its
 base and the first own token that comes after it (``docs/design.md``, "What a link is" and "Spans").
 """
@@ -34,7 +35,8 @@ class LinkPlan:
         policy: name of the policy that made it.
         exact: True if the computed KV equals a full prefill.
         prefix: True if earlier prefixes of the user may be read, and this request's may be kept.
-        two_step: True if the last own token is computed in a separate step, and it alone sees the spans.
+        two_step: True if the last own token is computed in a separate step and is the only own token that sees the
+            spans.
         length: tokens of the whole prompt.
         rotary_length: rotary positions of the whole prompt; the first generated token sits at this position.
         own_ranges: the computed tokens, in sequence order.
@@ -75,7 +77,7 @@ class LinkPlan:
         )
 
     def extends(self, shorter: LinkPlan) -> bool:
-        """Return whether this plan continues a shorter one, all of which it contains unchanged."""
+        """Return whether this plan continues a shorter one, that is, contains all of it unchanged."""
         old, chunks = len(shorter.spans), len(shorter.places)
         return self.spans[:old] == shorter.spans and all(span.source >= chunks for span in self.spans[old:])
 

@@ -22,7 +22,7 @@ REFUSED = """
 ## Not on vLLM
 
 The vLLM engine refuses these by name: a server's default policy when the server starts, and a request's policy with
-`unsupported_parameter`. Each needs something that a step of vLLM cannot do:
+`unsupported_parameter`. Each needs a feature that a step of vLLM lacks:
 
 """
 

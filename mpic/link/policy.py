@@ -33,7 +33,7 @@ class ChunkPlace(NamedTuple):
 
 
 class Wrapping(NamedTuple):
-    """The tokens that chunks are compiled with beside their own.
+    """Extra tokens that chunks are compiled with.
 
     Args:
         sink: BOS tokens in front, dropped afterwards (LegoLink-0 of EPIC, section 5.4).
@@ -65,7 +65,7 @@ class Policy(Method):
         exact: the result equals a full prefill; such KV may enter the exact prefix namespace.
         uses_chunks: False when no compiled chunk is ever read (full, prefix).
         prefix: reuse the request's own earlier prefixes.
-        wrapping: the tokens its chunks are compiled with beside their own.
+        wrapping: extra tokens that its chunks are compiled with.
         two_step: compute the own tokens without the chunks first and the last token over everything in a second step
             (the two-step form of full reuse of MPIC, section 3.2).
         context: False when chunks are left out of the prompt (``nocache``).
@@ -87,13 +87,13 @@ class Policy(Method):
 
     @property
     def head(self) -> int | None:
-        """The maximum number of first tokens that it recomputes of a chunk, if it recomputes no others; None if it may
-        recompute other tokens, for which all of the chunk's KV must be there."""
+        """The maximum number of a chunk's first tokens that it recomputes, if it recomputes no others; None if it may
+        recompute other tokens, which needs all of the chunk's KV."""
         return None
 
     @classmethod
     def needs(cls) -> frozenset[Need]:
-        """Return the abilities that an engine must have for it."""
+        """Return the abilities that an engine needs to run this policy."""
         wanted = {
             Need.TWO_STEPS: cls.two_step,
             Need.SINK: cls.wrapping.sink > 0,
@@ -105,11 +105,11 @@ class Policy(Method):
 class Evidence(Enum):
     """The evidence that a dynamic policy chooses by, one number for each chunk token.
 
-    ``DEVIATION``: the whole prompt runs through the layers before the policy's; there the squared distance between a
-    token's fresh and compiled key and value, summed over heads.
+    ``DEVIATION``: the whole prompt runs through the layers before the policy's; the number is the squared distance
+    there between the token's fresh and compiled key and value, summed over heads.
     ``ATTENTION``: the text after the last chunk runs up to the attention of the policy's layer, which must be the
-    first; there the attention of its queries to a token's compiled key at its place in the prompt: softmax over chunk
-    tokens alone, summed over heads and queries.
+    first; the number is the attention of its queries there to the token's compiled key at its place in the prompt
+    (softmax over chunk tokens alone, summed over heads and queries).
     """
 
     DEVIATION = "deviation"

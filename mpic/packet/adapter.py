@@ -34,7 +34,7 @@ class Adapter:
     """The trained tokens of one model (KV Packet, section 3.1), the same around every chunk.
 
     Args:
-        header, trailer: ``[any, hidden]`` fp32 input embeddings, before and behind the chunk.
+        header, trailer: ``[any, hidden]`` fp32 input embeddings, before and after the chunk.
         model: digest of the weights it was trained with (``mpic.model.identity.weights_digest``).
         notes: a record of its training, for people (JSON).
     """
@@ -50,7 +50,7 @@ class Adapter:
         return len(self.header), len(self.trailer)
 
     def __len__(self) -> int:
-        """Return how many tokens it adds to a chunk."""
+        """Return how many tokens the adapter adds to a chunk."""
         return len(self.header) + len(self.trailer)
 
     @cached_property
@@ -112,7 +112,7 @@ def load_adapter(path: Path, model: str, hidden: int) -> Adapter:
 
 
 def read_adapter(path: Path, hidden: int) -> Adapter:
-    """Read an adapter without asking which weights it was trained with.
+    """Read an adapter without checking which weights it was trained with.
 
     Args:
         hidden: embedding width of the model that it is for.
@@ -148,7 +148,7 @@ def require_adapter(adapter: Adapter | None, model: str, cannot: str = "") -> Ad
 
     Args:
         model: its name.
-        cannot: why it cannot have packets; empty if it can.
+        cannot: the reason why the model cannot have packets; empty if it can.
 
     Raises:
         NoAdapter: the model has none, and the message says how to train one; or the model cannot have one.

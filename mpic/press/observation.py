@@ -1,4 +1,4 @@
-"""The attention of a chunk's last tokens, for presses that look at queries."""
+"""The attention of a chunk's last tokens, for presses that score by queries."""
 
 from __future__ import annotations
 

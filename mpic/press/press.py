@@ -3,7 +3,7 @@ once it is compiled.
 
 A press removes the same share of tokens in every layer and head, but different tokens in each, so the remaining KV is
 rectangular: ``m`` slots for ``n`` tokens. Keys keep the rotation of the positions that they were compiled at. The chunk
-takes as many positions in a prompt as before, and queries turn by its one base, whichever tokens are left.
+takes as many positions in a prompt as before, and queries are rotated by its single base, whichever tokens remain.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Press(Method):
     Policies compute the first tokens again in a prompt (``mpic-K``). Because every head keeps all of those, the part
     that a prompt maps after them is one range of slots in every head. The first and the last tokens of a packet are
     its header and trailer: ``p`` and ``l`` of their lengths keep both (Keep Filler of KV Packet, arXiv 2604.13226,
-    section 4.4), and ``p`` = ``l`` = 0 lets any token go (Normal). A subclass overrides ``score``, and ``observed`` if
-    it ``needs_queries``.
+    section 4.4), and ``p`` = ``l`` = 0 allows any token to be removed (Normal). A subclass overrides ``score``, and
+    ``observed`` if it ``needs_queries``.
 
     Class attributes:
         needs_positions: True if it undoes rotations, which works where positions have one axis (not M-RoPE).
@@ -70,7 +70,7 @@ class Press(Method):
         """Return scores ``[kv_heads, n]``; the tokens with the lowest are removed."""
 
     def observed(self, n: int, trailer: int) -> int:
-        """Return the number of last tokens whose queries it needs.
+        """Return the number of last tokens whose queries the press needs.
 
         Args:
             n: tokens of the chunk.
@@ -101,8 +101,8 @@ class Press(Method):
 
     @property
     def name(self) -> str:
-        """The canonical short string. It leaves out usual numbers of protected tokens, because the name is part of a
-        chunk's recipe and chunks are older than these numbers."""
+        """The canonical short string. It leaves out default numbers of protected tokens, because the name is part of a
+        chunk's recipe and there are chunks from before these numbers existed."""
         if self.l:
             return self._filled(f"{self.syntax}-P-L")
         return self._filled(self.syntax if self.p == PROTECTED else f"{self.syntax}-P")

@@ -18,11 +18,11 @@ CASES = (*TEXT_CASES, *IMAGE_CASES)
 BY_CHANCE = 2
 """Tokens that two random prompts may begin with in common."""
 LAST_BLOCK = 64
-"""Most tokens at the end of a repeated prompt that a cache of blocks may compute again."""
+"""Maximum tokens at the end of a repeated prompt that a block-based cache may compute again."""
 
 
 def answers_case(count: int) -> str:
-    """Return the name of the case with so many answers at once."""
+    """Return the name of the case with ``count`` answers at once."""
     return f"{count} answer{'s' * (count > 1)} over the documents"
 
 
@@ -30,7 +30,7 @@ def wanted(settings: Settings, cases: tuple[str, ...]) -> tuple[str, ...]:
     """Return those of the cases that the settings ask for.
 
     Raises:
-        ValueError: the settings name a case that there is not.
+        ValueError: the settings name a case that does not exist.
     """
     if unknown := [name for name in settings.only if name not in CASES]:
         raise ValueError(f"no case {', '.join(unknown)}; there are {', '.join(CASES)}")
@@ -38,7 +38,7 @@ def wanted(settings: Settings, cases: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def turn_of(settings: Settings, peer: Peer, questions: Questions, turn: int) -> dict[str, float]:
-    """Empty a peer's caches, let it see the system prompt, and measure the cases that are asked for. Cases that a
+    """Empty a peer's caches, show it the system prompt, and measure the requested cases. Cases that a
     policy or peer does not change are left out.
 
     Raises:
@@ -52,7 +52,7 @@ def turn_of(settings: Settings, peer: Peer, questions: Questions, turn: int) -> 
 
 
 Timings = Iterator[tuple[str, float]]
-"""Cases and what was measured: milliseconds to a first token, or tokens per second."""
+"""Case -> measurement: milliseconds to a first token, or tokens per second."""
 
 
 def _texts(
@@ -87,7 +87,7 @@ def _images(
 
 
 def _system_alone(settings: Settings, peer: Peer, case: str, ask: Callable[[], First]) -> float:
-    """Measure a long prompt of whose beginning a cache may hold the system prompt, and no document."""
+    """Measure a long prompt of which a cache may hold the system prompt but no document."""
     return _found(peer, case, ask(), most=settings.system + BY_CHANCE)
 
 

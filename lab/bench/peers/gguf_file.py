@@ -102,6 +102,6 @@ def _add(writer: gguf.GGUFWriter, name: str, weight: torch.Tensor) -> None:
         writer.add_tensor(f"{name}.weight", weight.float().numpy())
     elif weight.dtype == torch.float16:
         writer.add_tensor(f"{name}.weight", weight.numpy())
-    else:  # numpy has no bfloat16: the bytes, and what they are
+    else:  # numpy has no bfloat16, so pass raw bytes with their type
         raw = weight.view(torch.uint8).numpy().view(np.uint8)
         writer.add_tensor(f"{name}.weight", raw, raw_dtype=gguf.GGMLQuantizationType.BF16)

@@ -22,7 +22,7 @@ class PeerGroup:
     """Peers that start and end together.
 
     Args:
-        name: shown while it starts, and under which it is named where it cannot be measured.
+        name: name shown while it starts, and in the list of peers that could not be measured.
         start: starts them; they end with the context.
         why_not: the reason why it cannot be measured here with these weights, or None.
     """
@@ -37,7 +37,7 @@ def _in_process(weights: Weights, questions: Questions) -> Iterator[list[Peer]]:
     """Start MPIC's engine with every document compiled, and transformers."""
     model, settings = weights.model, weights.settings
     tower = settings.tower if weights.images else None
-    # room for the compiled documents, and for a long prompt while all that is to be found again is kept
+    # room for the compiled documents, and for a long prompt beside everything that later questions must find
     tokens = settings.kept_tokens + 2 * max(settings.length, settings.image_length)
     with engine_for(model, tokens) as engine:
         compile_all(engine, questions.documents)

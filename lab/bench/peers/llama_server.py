@@ -42,15 +42,15 @@ def program() -> str | None:
 
 
 def _words() -> list[str]:
-    """Return the words of ``LLAMA_SERVER``: a program, and options that it shall have, such as ``-fa off``."""
+    """Return the words of ``LLAMA_SERVER``: a program and options for it, such as ``-fa off``."""
     given = os.environ.get("LLAMA_SERVER") or "llama-server"
     return [given] if shutil.which(given) else shlex.split(given)
 
 
 class LlamaServer:
-    """A ``llama-server`` with its defaults, but for sizes and threads, and without copies of earlier prompts in host
-    memory, which take gigabytes. Answers have slots of their own, so that the prompts of the first tokens do not push
-    their documents out.
+    """A ``llama-server`` with its defaults except sizes, threads, and copies of earlier prompts in host memory, which
+    are off because they take gigabytes. Answers have slots of their own, so that the prompts of the first tokens do not
+    push their documents out.
 
     Raises:
         BenchFailed: the server does not start.
@@ -94,11 +94,11 @@ class LlamaServer:
         self._times(ids[0], 1, 0)
         if (
             len(ids) > 1
-        ):  # the other slots are given the documents of the first, rather than compute them, too
+        ):  # copy the first slot's documents to the other slots, so that they need not compute them
             self._slot(0, "save", "documents")
         for slot, one in enumerate(
             ids[1:], 1
-        ):  # a slot keeps its documents, and computes the new question alone
+        ):  # a slot keeps its documents and computes only the new question
             self._slot(slot, "restore", "documents")
             self._times(one, 1, slot)
         with ThreadPoolExecutor(len(ids)) as readers:

@@ -50,7 +50,8 @@ class Native:
         return rate(times)
 
     def reset(self) -> None:
-        """Ask as another user from now on, who finds nothing of the last one's in the prefix cache. The documents stay
+        """Ask as another user from now on, who finds nothing from the previous user in the prefix cache. The documents
+        stay
         compiled: they are what the policies link."""
         self._turn += 1
 

@@ -52,7 +52,7 @@ def convert(weights: Weights) -> Path:
     weights as they are.
 
     Raises:
-        BenchFailed: the converter failed; the message has the end of its words.
+        BenchFailed: the converter failed; the message holds the end of its output.
     """
     folder = weights.folder.parent / "openvino"
     if not folder.exists():
@@ -109,7 +109,7 @@ class GenAI:
         return rate([times for times, _ in answers])
 
     def reset(self) -> None:
-        """Make the pipeline anew, since its cache cannot be emptied."""
+        """Create the pipeline anew, because its cache cannot be emptied."""
         import openvino_genai
 
         self._pipeline = None
@@ -152,8 +152,8 @@ class GenAI:
 
 
 def _has(precision: str) -> bool:
-    """Return whether a CPU computes in a precision; with another one it would compute in f32, and refuse keys and
-    values that are not."""
+    """Return whether a CPU computes in a precision; in any other precision it would compute in f32 and refuse keys and
+    values that are not f32."""
     import openvino
 
     return precision.upper() in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")

@@ -29,7 +29,7 @@ class VLLM:
     for its other processes.
 
     Args:
-        more: vLLM's arguments by name, beside those of ``vllm_pair.engine_config``.
+        more: further arguments of vLLM by name, in addition to those of ``vllm_pair.engine_config``.
     """
 
     name = "vLLM"

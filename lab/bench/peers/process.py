@@ -28,7 +28,7 @@ class PeerProcess:
         http: client for requests to it.
 
     Raises:
-        BenchFailed: it ends, or is not healthy in time; the message has the end of its log.
+        BenchFailed: the server ends, or is not healthy in time; the message holds the end of its log.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class PeerProcess:
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that nobody listens at."""
+    """Return a free port of the loopback interface."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])

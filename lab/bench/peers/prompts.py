@@ -36,8 +36,8 @@ class Settings:
         short: tokens of the short fresh prompt.
         answers: numbers of answers that are generated at once.
         tokens: tokens of each of these answers.
-        probes, probe_tokens: number and length of the prompts with which the bench checks that all peers compute the
-            same model.
+        probes, probe_tokens: number and length in tokens of the prompts that check that all peers compute the same
+            model.
         together: True if all peers are in memory at once and take turns; False if one is started at a time, for every
             turn anew.
         only: the cases that are measured, by their short names; none: all.
@@ -71,8 +71,8 @@ class Settings:
 
     @property
     def kept_tokens(self) -> int:
-        """Number of tokens that a cache must hold so that nothing that a later question of a turn is to find in it has
-        been evicted: three long prompts, and the answers behind one of them."""
+        """Number of tokens that a cache must hold so that nothing needed by a later question of the turn is evicted:
+        three long prompts, and the answers after one of them."""
         answers = max(self.answers) * (self.question + self.tokens + 64)
         return 3 * max(self.length, self.image_length) + answers + self.short
 
@@ -88,7 +88,7 @@ class First(NamedTuple):
     Args:
         ms: milliseconds until it has arrived.
         found: tokens at the beginning of the prompt that were found in a cache; None if the peer does not say.
-        linked: tokens behind a difference that were reused all the same.
+        linked: tokens after the first difference that were reused nevertheless.
     """
 
     ms: float
@@ -161,7 +161,7 @@ class Questions:
         return prompt_of(self.system, *self.documents, self._ids.fresh(self._settings.question))
 
     def unseen(self) -> Prompt:
-        """Return documents or images that nobody has seen, between the same system prompt and a fresh question."""
+        """Return new documents or images between the same system prompt and a fresh question."""
         return prompt_of(self.system, *self._documents(), self._ids.fresh(self._settings.question))
 
     def fresh(self, tokens: int) -> Prompt:

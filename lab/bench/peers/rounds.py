@@ -20,8 +20,9 @@ from mpic_lab.bench.peers.weights import Weights
 Samples = dict[tuple[str, str], Series]
 """Measurements by case and column."""
 ROUNDING = {torch.float32: 0.03, torch.float16: 0.1, torch.bfloat16: 0.3}
-"""How much less than the best logit, in standard deviations of all logits, that of another token may be for rounding to
-explain that a peer chose it. The best of 32,000 random logits is 4 deviations above the mean and 0.2 above the next."""
+"""How far below the best logit, in standard deviations of all logits, another token's logit may be so that rounding
+explains a peer's choice of it. The best of 32,000 random logits is 4 deviations above the mean and 0.2 above the
+next."""
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Measured:
 
     Args:
         samples: by case and column.
-        details: of each peer, by its name.
+        details: description of each peer, by its name.
         agreement: how many of the probes each peer answers with the token of transformers.
     """
 
@@ -93,7 +94,7 @@ def _started(
             ticker.say(f"starting {group.name}")
             peers += stack.enter_context(group.start(weights, questions))
         yield peers
-    # a name of the caller's still has the list: a model in it would stay in memory beside the next group
+    # the caller still refers to this list: a model in it would stay in memory beside the next group
     peers.clear()
     gc.collect()
 
@@ -107,10 +108,10 @@ class Check:
         self._logits: list[torch.Tensor] = []
 
     def all(self, peers: Sequence[Peer]) -> dict[str, str]:
-        """Return how often each peer says what transformers says, which is among the first peers that are asked.
+        """Return how often each peer's token is that of transformers, which must be among the first peers asked.
 
         Raises:
-            BenchFailed: a peer says more often than in a quarter of the prompts what rounding does not explain.
+            BenchFailed: in more than a quarter of the prompts a peer's token differs by more than rounding explains.
         """
         for peer in peers:
             if isinstance(peer, Stock):

@@ -17,11 +17,11 @@ from mpic_lab.bench.workload import BenchModel, describe, random_model
 
 @dataclass(frozen=True)
 class Weights:
-    """The saved weights, and what a peer has to know to load them.
+    """The saved weights, and the facts that a peer needs to load them.
 
     Args:
         folder: the model as transformers and vLLM load it; a peer may keep files of its own in ``folder.parent``.
-        gguf: the same weights as a file of llama.cpp; None if nobody needs it.
+        gguf: the same weights as a file for llama.cpp; None if no peer needs it.
         images: True for a model that takes images (LLaVA), False for one of text (Llama).
         threads: number of threads that a peer may compute with.
         description: of the model, for the settings.

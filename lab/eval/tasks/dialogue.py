@@ -2,7 +2,7 @@
 
 Every answer of the file is one sample; earlier turns are given with the reference answers, so that policies are
 compared on the same context. Answers are grouped by the number of images in the prompt (MPIC, figure 10), and have room
-for ``ANSWER_TOKENS``: MMDU's reference answers have about 400 tokens, so that less would cut the graded text.
+for ``ANSWER_TOKENS``: MMDU's reference answers have about 400 tokens, so a lower limit would cut the graded text.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ class Codes(NamedTuple):
 
 
 def draw_codes(options: Options) -> Iterator[Codes]:
-    """Yield what the questions are asked about. A document has at most 270 tokens of the model (words, for a judge, who
-    reads the question only), or ``tokens`` if that is less."""
+    """Yield the documents that questions are asked about. A document has at most 270 tokens of the model (words, for a
+    judge, who reads the question only), or ``tokens`` if that is less."""
     if options.chunks > len(_NAMES):
         raise TaskError(f"at most {len(_NAMES)} documents of prose, not {options.chunks}")
     count = options.count or (lambda text: len(text.split()))

@@ -1,7 +1,7 @@
 """The words in which questions are asked: lists of wordings by kind of question, a file each, with its source.
 
 In a wording {L} and {M} are labels such as "image two", {A} and {B} images that stand inside the sentence, {x} and {y}
-what is asked about. What a kind asks is in `questions.py` and `tasks.py`.
+the subjects of the question. `questions.py` and `tasks.py` define what each kind asks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _AROUND = (
 
 
 def draw(rng: random.Random, asking: Asking, kind: str) -> str:
-    """Draw a wording, its slots empty. One to train with is now and then typed in haste, or has a word before it."""
+    """Draw a wording with empty slots. Training wordings sometimes contain typing errors or an extra word in front."""
     wording = rng.choice(WORDINGS[asking][kind])
     if asking != "train":
         return wording

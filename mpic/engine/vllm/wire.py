@@ -19,19 +19,21 @@ from mpic.link import LinkPlan
 
 FIELD = "mpic"
 ANSWERED = "mpic_answered"
-"""Key of a request's ``extra_args``: how many tokens at the end of its prompt its grammar has led to already."""
+"""Key in a request's ``extra_args``: the number of tokens at the end of its prompt that its grammar has already
+produced."""
 USER = "mpic_user"
-"""Name in a request's extra arguments of the user whose it is, for the scheduler (``plugin.turns``)."""
+"""Key in a request's ``extra_args``: the request's user, for the scheduler (``plugin.turns``)."""
 VERSION = 1
 KNOWN_VERSIONS = ("0.32", "0.33")
-"""Versions of vLLM in which everything private that the plugin uses has been looked up (docs/vllm.md has what ran)."""
+"""Versions of vLLM in which every private interface that the plugin uses has been checked (docs/vllm.md lists what
+ran)."""
 MAX_CHUNKS = 4096
 FIRST_SOFT = 1 << 30
-"""The id of an adapter's first trained token. In prompts, those of header and trailer have the ids from here on: above
-every vocabulary, and within int32, which vLLM keeps ids in. The workers' embedding layer gives them the adapter's
-vectors, so that to vLLM they are tokens like any other."""
+"""The id of an adapter's first trained token. Header and trailer tokens take the ids from here upwards in prompts:
+above every vocabulary, and within the int32 that vLLM uses for ids. The workers' embedding layer gives them the
+adapter's vectors, so that to vLLM they are tokens like any other."""
 DISK_FULL, NO_MEMORY, NOT_WRITTEN = "-full.failed", "-memory.failed", "-error.failed"
-"""Ends of the names of empty files that stand for parts of a compiled chunk that could not be written."""
+"""Suffixes of the empty files that stand for parts of a compiled chunk that could not be written."""
 
 
 def unknown_version(version: str) -> str | None:
@@ -77,8 +79,8 @@ class LinkOrder:
             at ``length``. Every other token is mapped from a chunk.
         chunks: in prompt order. An image that is recomputed whole is listed too, because its embeddings are in its
             file.
-        shared: True if the request maps the engine's one copy of each chunk (``plugin.shared_chunks``). Its prompt of
-            token ids then has the computed tokens alone; all places still count the whole prompt.
+        shared: True if the request maps the engine's one copy of each chunk (``plugin.shared_chunks``). Its token ids
+            are then only the computed tokens; all positions still refer to the whole prompt.
     """
 
     length: int
@@ -99,8 +101,8 @@ class LinkOrder:
         return [token for lo, hi in self.rows for token in whole[lo:hi]]
 
     def salt(self, salt: str) -> str:
-        """Return the cache salt of a request. Where vLLM is given the computed tokens alone, their ids do not say where
-        they stand, so the salt does: it is the same for two prompts of which one begins with the other."""
+        """Return the cache salt of a request. If vLLM gets only the computed tokens, their ids do not determine their
+        positions, so the salt must: it is the same for two prompts if one begins with the other."""
         if not self.shared:
             return salt
         layout = [self.rows[:-1], self.rows[-1][0], [ref[1:] for ref in self.chunks]]
@@ -116,7 +118,7 @@ class LinkOrder:
 
 @dataclass(frozen=True)
 class CompileOrder:
-    """An order to write the KV of a prompt's tokens from ``skip`` on, and its inputs, to a folder (a file per worker).
+    """An order to write the KV of a prompt's tokens from ``skip`` on, and its inputs, to a folder, one file per worker.
 
     Args:
         folder: path relative to one of the connector's folders; the sender creates it.
@@ -262,8 +264,8 @@ def mapped(order: LinkOrder) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _check_covered(rows: Iterable[tuple[int, int]], chunks: Sequence[ChunkRef]) -> None:
-    """Raise BadOrder unless every token that is not computed is in a chunk. One pass over both: an order may have as
-    many ranges as tokens, and the scheduler, which checks it, has one thread."""
+    """Raise BadOrder unless every token that is not computed is in a chunk. Use one pass over both, because an order
+    may have as many ranges as tokens and the scheduler that checks it has one thread."""
     following = iter(chunks)
     start = end = 0
     for lo, hi in _gaps(rows):

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class CacheBlend(DynamicPolicy):
     """CacheBlend-r (CacheBlend, section 4; the baseline of MPIC, EPIC, MEPIC and KV Packet): of all chunk tokens of the
-    prompt, recompute the ``r`` percent with the largest KV deviation, decided at the second layer, the first one whose
-    keys and values depend on context, and carried through the deeper ones.
+    prompt, recompute the ``r`` percent with the largest KV deviation. It decides at the second layer, the first whose
+    keys and values depend on context, and recomputes those tokens in all deeper layers.
 
     The first layer runs over the whole prompt, as in the paper. Its keys and values are those of the compiled chunks
     (they depend on the token alone), so linking the decided tokens afterwards gives the same result as narrowing that

@@ -12,9 +12,9 @@ from mpic.method import percent
 
 @dataclass(frozen=True)
 class Random(Policy):
-    """Random-r: recompute ``r`` percent of each chunk's tokens, drawn uniformly: the control of KV Packet, which
-    shows the effect of the budget alone. The draw depends only on ``r``, the chunk's
-    length and its place among the chunks, so a request selects the same tokens every time."""
+    """Random-r: recompute ``r`` percent of each chunk's tokens, drawn uniformly. A control of KV Packet, which shows
+    the effect of the budget alone. The draw depends only on ``r``, the chunk's length and its place among the chunks,
+    so a request selects the same tokens every time."""
 
     syntax = "random-R"
     summary = "Recomputes a random R percent of every image and document. A control."

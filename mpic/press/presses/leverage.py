@@ -19,7 +19,7 @@ class Leverage(Press):
 
     Class attributes:
         sketch: columns of the sketch.
-        ridge: share of the mean variance that is added to each column's, so that few tokens have scores too.
+        ridge: share of the mean variance that is added to each column's variance, so that short chunks have scores too.
     """
 
     syntax = "leverage-R"

@@ -1,4 +1,4 @@
-"""The files of chunks: brought to the disk, read again when vLLM could not use one, and held in the spool."""
+"""Chunk files: fetched to the disk, read again when vLLM could not use them, and held in the spool."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class ChunkFiles:
     """Looks after chunk files. Its methods run on the event loop.
 
     Args:
-        slots: the owner takes one while a chunk's KV is in memory, as for a compile.
+        slots: the gate of compiles; a place is held while a chunk's KV is in memory.
 
     Attributes:
-        rechecks: files that are read again in the background, by chunk.
+        rechecks: tasks that read files again in the background, by chunk.
     """
 
     def __init__(self, model: ModelDescription, store: ChunkStore, spool: Spool, slots: Gate) -> None:
@@ -35,8 +35,8 @@ class ChunkFiles:
         self.rechecks: dict[KVKey, asyncio.Task[None]] = {}
 
     async def bring(self, users: list[LinkedChunk]) -> None:
-        """Copy a chunk of a farther tier to the disk, for all places of a request that link it. One that cannot be
-        read, or that the disk does not take, is compiled."""
+        """Copy a chunk from a farther tier to the disk, for all uses of it in a request. If it cannot be read or stored
+        on the disk, it is compiled."""
         path = self._store.path(users[0].key)
         async with self._slots.turn(users[0].key.owner, 0):
             whole = path.is_file() or await asyncio.to_thread(self._readable, users[0])
@@ -46,30 +46,30 @@ class ChunkFiles:
             user.farther = None
 
     async def look_again(self, users: list[LinkedChunk]) -> None:
-        """Find a chunk that has been stored since a request linked it, for all places of the request that link it."""
+        """Find a chunk that has been stored since a request linked it, for all uses of it in the request."""
         key = users[0].key
         if not await asyncio.to_thread(self._store.path(key).is_file):
-            return  # ``open`` would count it as not found once more
+            return  # ``open`` would count a second miss
         stored = await asyncio.to_thread(self._store.open, key)
         for user in users if stored is not None else ():
             user.stored, user.rotary_length, user.prompt = True, stored.inputs.rotary_length, None
 
     def file(self, linked: LinkedChunk) -> tuple[str, str]:
-        """Return path and key digest of a chunk that has a file, as orders give them."""
+        """Return the path and key digest of a chunk that has a file, in the form that orders use."""
         path = linked.spooled.path if linked.spooled is not None else self._store.path(linked.key)
         return str(path.relative_to(self._store.root)), linked.key.digest
 
     async def recheck(self, linked: LinkedChunk, code: str) -> None:
-        """Read a chunk's file again after vLLM could not use one of a request's files. A file that cannot be read
-        whole is moved aside by the store, and the chunk will be compiled again. Whether it is or not, the request gets
-        a file of its own: in a store without room for all of its chunks, each that is saved evicts another one."""
+        """Read a chunk's file again after vLLM could not use one of a request's files. The store moves a damaged file
+        aside, and the chunk is compiled again. In either case the request gets a file of its own, because in a store
+        without room for all its chunks, each chunk that is saved evicts another."""
         linked.own_file = True
         if not await asyncio.to_thread(self._readable, linked) or not self.hold(linked):
             linked.release()
             linked.stored, linked.reason, linked.tier = False, code, "none"
 
     def hold(self, linked: LinkedChunk) -> bool:
-        """Give a chunk with a stored file a spooled one; return False if that is impossible."""
+        """Give a chunk with a stored file a spooled file as well; return False if that is impossible."""
         try:
             linked.spooled = linked.spooled or self._spool.hold(self._store.path(linked.key))
         except OSError as error:
@@ -77,9 +77,8 @@ class ChunkFiles:
         return linked.spooled is not None
 
     def recheck_later(self, linked: LinkedChunk) -> None:
-        """Read a stored chunk's file again in the background after a request computed the chunk, because vLLM could
-        not use the file. One that cannot be read whole is moved aside by the store, and the next request compiles
-        it."""
+        """After a request had to compute a chunk because vLLM could not use its file, read that file again in the
+        background. The store moves a damaged file aside, and the next request compiles the chunk."""
         key = linked.key
         if linked.spooled is None and key not in self.rechecks:
             task = self.rechecks[key] = asyncio.create_task(self._recheck(linked))

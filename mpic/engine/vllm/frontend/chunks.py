@@ -1,4 +1,4 @@
-"""Chunks on their way through a request: their files, their compiles, their use in a prompt."""
+"""The state of chunks during a request: their files, their compiles, their use in a prompt."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class CompiledChunk(NamedTuple):
 
     Args:
         stored: True if the store has kept it.
-        spooled: the chunk's file outside the store: when the store did not keep it, or somebody needs an own file.
-        unkept: the reason why the store did not keep it; None if the chunk was deleted meanwhile.
+        spooled: the chunk's file outside the store, if the store did not keep it or a request needs a file of its own.
+        unkept: the reason why the store did not keep it; None if the chunk was deleted in the meantime.
     """
 
     size: ChunkSize
@@ -68,11 +68,11 @@ class CompileTask:
     """A compile under way or in the queue.
 
     Attributes:
-        arrived: time at which the caller who began it arrived.
-        waiting: callers that wait for it.
-        started: True when it has left the queue.
-        computed: True when vLLM has done its part.
-        cancelled: True when it was cancelled in the queue because nobody waited any more.
+        arrived: time of arrival of the caller that started it.
+        waiting: number of callers that wait for it.
+        started: True once it has left the queue.
+        computed: True once vLLM has done its part.
+        cancelled: True once it was cancelled in the queue because no caller was waiting any more.
         own_file: True if one of the callers needs a file outside the store.
         spooled: the chunk's file outside the store, once the callers are counted as its users.
     """
@@ -87,11 +87,11 @@ class CompileTask:
     spooled: SpooledFile | None = None
 
     def mark_computed(self) -> None:
-        """Record that vLLM has done its part. From now on the compile ends even if the engine is stopped meanwhile."""
+        """Record that vLLM has done its part. From now on the compile runs to its end even if the engine is stopped."""
         self.computed = True
 
     def end(self) -> None:
-        """Make those who wait for the compile, which has ended, the users of the file."""
+        """Make the callers that wait for this finished compile the users of its file."""
         if self.task.cancelled() or self.task.exception() is not None:
             return
         self.spooled = self.task.result().spooled
@@ -101,7 +101,7 @@ class CompileTask:
                 self.spooled.drop()
 
     def leave(self) -> None:
-        """Let a caller who was cancelled go."""
+        """Drop a caller that was cancelled."""
         self.waiting -= 1
         if not self.waiting and not self.started:
             self.cancelled = self.task.cancel()
@@ -117,10 +117,11 @@ class LinkedChunk:
         ids: its token ids, as prompts have them.
         rotary_length: rotary positions it takes; 0 while they are not known.
         stored: True if the store has its file, as far as is known.
-        farther: the tier beyond the disk that alone has it, or None. vLLM's processes read files of the disk.
+        farther: the tier beyond the disk that holds it if the disk does not, or None. vLLM's processes read files from
+            the disk only.
         spooled: its file outside the store.
-        own_file: True if its request needs a file outside the store, which nobody evicts.
-        prompt: the chunk alone, rendered for its compile.
+        own_file: True if its request needs a file outside the store, where it cannot be evicted.
+        prompt: the prompt that compiles the chunk alone.
         packet: number of its tokens that an adapter adds.
         tier, reason, ms: as in ``mpic.engine.base.ChunkUse``; ``reason`` is why it was compiled or computed.
         computed: True if vLLM computed it instead of linking it, in this or an earlier round of the request.
@@ -148,7 +149,7 @@ class LinkedChunk:
         return len(self.ids)
 
     def release(self) -> None:
-        """Drop its spooled file, because the request has ended or the file cannot be used."""
+        """Give up the spooled file, because the request has ended or the file cannot be used."""
         if self.spooled is not None:
             self.spooled.drop()
         self.spooled = self.prompt = None

@@ -46,10 +46,9 @@ NO_CLIPS = (
     "clips cannot be linked inside vLLM: use --engine native, or send the frames you want seen as images"
 )
 RENDERED_AT_ONCE = 2
-"""Prompts with images that are rendered at the same time; each has all of its images decoded in this process."""
+"""Maximum prompts with images that are rendered at once; each holds all of its decoded images in this process."""
 REPORTED = {kind.code: kind for kind in (StorageFull, OutOfMemory)}
-"""Errors whose codes a connector's report may carry, and that a caller treats differently from others: it may try
-again."""
+"""Errors that a connector's report may name by code and after which, unlike after others, a caller may try again."""
 
 
 class Gauges(StatLoggerBase):
@@ -79,7 +78,7 @@ class VLLMClient(LoopThread):
         soft: trained tokens of the model's adapter, whose ids prompts may have (``wire.FIRST_SOFT``).
 
     Attributes:
-        context: most tokens of a prompt and its answer together.
+        context: maximum tokens of a prompt and its answer together.
         blocks, block_size: blocks of the KV cache, and tokens of a block.
 
     Raises:
@@ -143,8 +142,8 @@ class VLLMClient(LoopThread):
         """Return a prompt of token ids and chunks.
 
         Args:
-            salt: cache salt for its blocks in the prefix cache. vLLM knows an image by owner, content and salt, so no
-                request is given an image that was encoded for another user.
+            salt: cache salt for its blocks in the prefix cache. vLLM identifies an image by owner, content and salt, so
+                no request gets an image that was encoded for another user.
 
         Raises:
             InvalidImage: vLLM's processor refuses an image.
@@ -179,7 +178,7 @@ class VLLMClient(LoopThread):
             with _as_ours(InvalidImage), memory.as_errors():
                 [made] = await renderer.render_cmpl_async(
                     [parse_model_prompt(self._llm.model_config, prompt)],
-                    # our own message is clearer
+                    # vLLM would refuse it, too, but with a less clear message
                     replace(renderer.default_cmpl_tok_params, max_total_tokens=None),
                 )
             large = max(image.width * image.height for image in images) > LARGE_PIXELS
@@ -200,19 +199,19 @@ class VLLMClient(LoopThread):
 
     async def forget_prompts(self) -> bool:
         """Empty vLLM's prefix cache and its caches of processed and encoded images, for measurements; a connector
-        keeps what it has. Return False if a running request kept its blocks."""
+        keeps what it has. Return False if a running request still holds blocks."""
         done = await self._llm.reset_prefix_cache()
         await self._llm.reset_mm_cache()
         await self._llm.reset_encoder_cache()
         return bool(done)
 
     async def execute(self, prompt: VLLMPrompt, order: CompileOrder, user: str) -> None:
-        """Compute a prompt of a user only for the effect of its order.
+        """Compute a user's prompt only for the side effect of its order.
 
         Raises:
             CompileFailed: vLLM did not follow the order.
-            StorageFull, OutOfMemory: a worker found the disk full, or had not enough memory.
-            EngineStopped: vLLM has died, or ends.
+            StorageFull, OutOfMemory: a worker found the disk full, or ran out of memory.
+            EngineStopped: vLLM has died or is shutting down.
         """
         params = SamplingParams(
             max_tokens=1,
@@ -233,7 +232,7 @@ class VLLMClient(LoopThread):
 
 
 def report_of(output: RequestOutput | None) -> dict[str, Any]:
-    """Return the connector's report that an output carries; empty if there is none."""
+    """Return the connector's report in an output; empty if there is none."""
     params = (output.kv_transfer_params if output is not None else None) or {}
     return params.get(FIELD) or {}
 
@@ -244,14 +243,14 @@ def unfinished(
     """Return the error of a request that vLLM did not compute to its end.
 
     Args:
-        what: a clause that says what is missing.
+        what: a clause for the message that says what is missing.
         last: its last output; None if there was none.
         report: the connector's newest report.
         otherwise: type of the error when the report names none that has a type of its own.
     """
     code = report.get("error")
     if not code and last is not None and last.outputs[0].finish_reason == "abort":
-        # we hear nothing more of requests that we abort, so vLLM's processes are ending
+        # aborted requests send no more outputs, so this one means that vLLM's processes are ending
         return EngineStopped("vLLM is being stopped")
     why = report.get("message") or code or "vLLM ended the request"
     return REPORTED.get(code, otherwise)(f"{what}: {why}", reason=code)

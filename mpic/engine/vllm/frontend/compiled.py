@@ -1,4 +1,4 @@
-"""Make vLLM compute a chunk, and read it from the files that its workers write, one file per worker."""
+"""Makes vLLM compute a chunk, and reads it from the files that vLLM's workers write, one file per worker."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ async def compute(
     Args:
         root: folder of the chunk store, which the spool is in.
         folder: name of a new folder in the spool, which the caller removes afterwards.
-        sink: number of the start tokens, which are left out.
-        user: whose turn it is.
-        computed: called when vLLM has done its part and the files are read.
+        sink: number of start tokens, which are left out of the result.
+        user: the user whose turn the compile takes.
+        computed: called when vLLM has done its part, before the files are read.
 
     Raises:
         StorageFull, OutOfMemory, EngineStopped, CompileFailed, OSError: see ``VLLMClient.execute`` and
@@ -56,7 +56,7 @@ async def compute(
 
 
 def _make_private(folder: Path) -> None:
-    """Make a folder in the spool, and the spool if it has been removed, which nobody else can read."""
+    """Make a folder that no other user can read in the spool, and the spool itself if it has been removed."""
     folder.parent.mkdir(mode=0o700, exist_ok=True)
     folder.mkdir(mode=0o700)
 
@@ -68,8 +68,8 @@ def read_compiled(
 
     Args:
         folder: the compile order's folder, absolute.
-        timeout: seconds to wait, once the request has ended, while nothing is written. A worker writes one chunk after
-            the other, so that what it writes for others counts: anything in a folder beside this one.
+        timeout: seconds without any write to wait for, once the request has ended. A worker writes one chunk after
+            another, so writes to the neighbouring folders count, too.
         dead: tells whether vLLM's processes have ended, so that nothing more will be written.
 
     Returns:
@@ -78,7 +78,7 @@ def read_compiled(
 
     Raises:
         StorageFull: a worker found the disk full.
-        OutOfMemory: a worker, or this process, had not enough memory.
+        OutOfMemory: a worker or this process ran out of memory.
         EngineStopped: vLLM's processes have ended.
         CompileFailed: a part is missing or cannot be read.
     """
@@ -144,10 +144,10 @@ def _wait(folder: Path, name: str, timeout: float, dead: Callable[[], bool]) -> 
 
 
 def _written(spool: Path) -> set[tuple[str, int, int, int]]:
-    """Return everything in the folders of a spool, with what changes as it is written."""
+    """Return all files in the folders of a spool, with attributes that change while a file is written."""
     found = set()
-    for name in glob("*/*", root_dir=spool):  # unlike Path.glob, it takes no notice of folders that vanish
-        with suppress(OSError):  # it is complete, or nobody waits any more
+    for name in glob("*/*", root_dir=spool):  # unlike Path.glob, this ignores folders that vanish
+        with suppress(OSError):  # the chunk is complete, or no caller waits any more
             stat = (spool / name).stat()
             found.add((name, stat.st_size, stat.st_blocks, stat.st_mtime_ns))
     return found

@@ -1,4 +1,5 @@
-"""Chunk files for link orders: found in the store, or compiled by vLLM first, once for all requests that wait."""
+"""Provides chunk files for link orders: finds them in the store, or has vLLM compile them once for all waiting
+requests."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ class ChunkCompiler:
     """Finds and compiles chunks. Its methods run on the event loop unless they say otherwise.
 
     Attributes:
-        sizes: of the chunks that it has seen.
-        files: those that the chunks have.
+        sizes: sizes of the chunks seen so far.
+        files: the files of the chunks.
         counters: ``tokens_compiled``, ``save_failures``, ``chunk_requests``, ``chunk_hits``, ``chunks_from_*``.
     """
 
@@ -55,7 +56,7 @@ class ChunkCompiler:
         self._model, self._store, self._tombstones, self._client = model, store, tombstones, client
         self.sizes = ChunkSizes()
         self._tasks: dict[KVKey, CompileTask] = {}
-        self._slots = Gate(CONCURRENT_COMPILES, rows=1)  # of which none are counted
+        self._slots = Gate(CONCURRENT_COMPILES, rows=1)  # of compiles; rows are not counted
         self._closing = False
         self._spool = Spool(store.root / SPOOL)
         self.files = ChunkFiles(model, store, self._spool, self._slots)
@@ -67,8 +68,8 @@ class ChunkCompiler:
         return KVKey.of(chunk.owner, chunk.key, self._model.digest, self._model.recipe(wrapping))
 
     def link(self, chunks: Sequence[Chunk], policy: Policy) -> list[LinkedChunk]:
-        """Return every chunk with its token ids. An image whose size is not known is prepared for the vision encoder,
-        which tells how many tokens it takes.
+        """Return every chunk with its token ids. An image of unknown size is prepared for the vision encoder, which
+        determines how many tokens it takes.
 
         Raises:
             InvalidImage, UnsupportedModality: an image cannot be prepared.
@@ -114,7 +115,7 @@ class ChunkCompiler:
 
         Raises:
             StorageFull, StorageQuotaExceeded: it was compiled and cannot be stored.
-            DeletedMeanwhile: it was deleted before it was stored, or is not kept for another reason that may pass.
+            DeletedMeanwhile: it was deleted before it was stored, or was not kept for another temporary reason.
             CompileFailed: vLLM could not compile it.
             EngineStopped: the engine is being stopped, or vLLM has died.
         """
@@ -129,11 +130,11 @@ class ChunkCompiler:
             return compiled.size.tokens
         if self._tombstones.key_since(arrived, key):
             raise DeletedMeanwhile("the chunk was deleted before it was compiled")
-        # its rows go before its tombstone is set, and others may need its room at once
+        # its rows go before its tombstone is set, and other chunks may need its room at once
         raise compiled.unkept or DeletedMeanwhile("the chunk was deleted or evicted as soon as it was stored")
 
     async def ensure(self, linked: Sequence[LinkedChunk], arrived: float) -> int:
-        """Make sure that all these chunks have files; return how many tokens had to be compiled for that."""
+        """Make sure that all these chunks have files; return the number of tokens compiled to that end."""
         missing: dict[KVKey, list[LinkedChunk]] = {}
         farther: dict[KVKey, list[LinkedChunk]] = {}
         unknown: dict[KVKey, list[LinkedChunk]] = {}
@@ -157,14 +158,14 @@ class ChunkCompiler:
             if not hit:
                 missing.setdefault(one.key, []).append(one)
         compiles = (self._ensure(*item, arrived) for item in missing.items())
-        done = await asyncio.gather(*compiles, return_exceptions=True)  # waits for all, even if one fails
+        done = await asyncio.gather(*compiles, return_exceptions=True)  # wait for all, even if one fails
         for result in done:
             if isinstance(result, BaseException):
                 raise result
         return sum(done)
 
     async def _ensure(self, key: KVKey, users: list[LinkedChunk], arrived: float) -> int:
-        """Compile a chunk once for all places of a request that link it; return its number of tokens."""
+        """Compile a chunk once for all its uses in a request; return its number of tokens."""
         began = time.monotonic()
         reason = users[0].reason or await asyncio.to_thread(self._store.missing_reason, key)
         own_file = any(user.own_file for user in users)
@@ -187,9 +188,9 @@ class ChunkCompiler:
     async def _compiled(
         self, chunk: Chunk, key: KVKey, prompt: VLLMPrompt | None, arrived: float, own_file: bool = False
     ) -> CompiledChunk:
-        """Wait for the compile of a chunk. A compile under way is joined, unless the chunk was deleted between its
-        start and this caller's arrival. Cancelling a caller does not cancel it, unless it is in the queue and nobody
-        else waits for it. The caller is a user of ``spooled``."""
+        """Wait for the compile of a chunk. Join a compile that is under way, unless the chunk was deleted between the
+        start of that compile and this caller's arrival. Cancelling a caller cancels the compile only if it is still
+        queued and no other caller waits for it. The caller becomes a user of ``spooled``."""
         while (task := self._tasks.get(key)) is not None and (
             task.cancelled or self._overtaken(task, key, arrived)
         ):
@@ -199,7 +200,7 @@ class ChunkCompiler:
                 raise EngineStopped("the engine was stopped")
             work = asyncio.create_task(self._compile(chunk, key, prompt, arrived))
             task = self._tasks[key] = CompileTask(work, arrived)
-            work.add_done_callback(lambda done: self._tasks.pop(key).end())  # before any caller goes on
+            work.add_done_callback(lambda done: self._tasks.pop(key).end())  # runs before any caller resumes
         task.waiting += 1
         task.own_file |= own_file
         try:
@@ -217,7 +218,7 @@ class ChunkCompiler:
         self, chunk: Chunk, key: KVKey, prompt: VLLMPrompt | None, arrived: float
     ) -> CompiledChunk:
         sink = key.recipe.sink
-        self._tombstones.begin(arrived)  # the caller who began it may leave before it has ended
+        self._tombstones.begin(arrived)  # the caller that started it may leave before it has ended
         folder = uuid.uuid4().hex
         try:
             async with self._slots.turn(chunk.owner, 0):
@@ -251,11 +252,11 @@ class ChunkCompiler:
     async def _remove(self, folder: Path) -> None:
         try:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-        except RuntimeError:  # the system gives no thread; an error here would hide what the compile came to
+        except RuntimeError:  # no thread available; raising would hide the compile's result
             shutil.rmtree(folder, ignore_errors=True)
 
     def _check(self, chunk: Chunk, key: KVKey, inputs: ChunkInputs) -> None:
-        """Raise CompileFailed for inputs that are not those of the chunk."""
+        """Raise CompileFailed if the inputs are not those of the chunk."""
         before, behind = self._model.soft_tokens(key.recipe)
         own = slice(before, len(inputs) - behind)
         if chunk.token_ids is None and (inputs.token_ids[own] != self._model.image).any():
@@ -264,7 +265,7 @@ class ChunkCompiler:
             raise CompileFailed("vLLM's workers have another adapter: its file was replaced after the start")
 
     def _save(self, made: ChunkKV, arrived: float) -> tuple[bool, MPICError | None]:
-        """Store a chunk. Return whether the store keeps it, and the reason if it cannot."""
+        """Store a chunk. Return whether the store has kept it and, if it could not, the reason."""
         if self._tombstones.key_since(arrived, made.key):
             return False, None
         try:
@@ -283,12 +284,12 @@ class ChunkCompiler:
         return await self._client.render([start, soft[:before], chunk, soft[before:]], uuid.uuid4().hex)
 
     def check(self) -> list[str]:
-        """Return the names of files and compile that must not exist while nothing runs."""
+        """Return the names of spooled files and compiles that must not exist while the engine is idle."""
         return self._spool.names() + [str(key.chunk) for key in self._tasks]
 
     async def close(self) -> None:
-        """Wait for what vLLM has computed and for the reads under way, end all other compiles, and empty the spool.
-        Compile that are asked for later fail."""
+        """Wait for the chunks that vLLM has computed and for reads under way, end all other compiles, and empty the
+        spool. Compiles requested later fail."""
         self._closing = True
         for task in self._tasks.values():
             if not task.computed:
@@ -299,5 +300,5 @@ class ChunkCompiler:
 
 
 def _beyond_the_disk(stored: StoredChunk | None) -> str | None:
-    """Return the name of the tier that has a chunk, if that is one beyond the disk."""
+    """Return the name of the tier that holds a chunk if it is a tier beyond the disk, else None."""
     return stored.tier if stored is not None and stored.tier not in ("host", "disk") else None

@@ -1,4 +1,5 @@
-"""Digests of the weights that vLLM loads, without loading them: they are streamed from their files, and remembered."""
+"""Computes digests of the weights that vLLM loads by streaming their files, without loading them, and remembers the
+result."""
 
 from __future__ import annotations
 
@@ -28,14 +29,14 @@ def fingerprint(config: EngineConfig, found: PretrainedConfig, dtype: str, diges
 
     Args:
         found: the model's own configuration.
-        digests: file that keeps digests between starts; without it the weights are read at every start.
+        digests: file that keeps digests between starts; without it, every start reads the weights.
     """
     return _remembered(config, dtype, digests, "", lambda: _fingerprint(config, found, DTYPES[dtype]))
 
 
 def weights_digest(config: EngineConfig, found: PretrainedConfig, dtype: str, digests: Path | None) -> str:
     """Return the digest by which an adapter knows the weights (``identity.weights_digest``); see ``fingerprint``. The
-    checkpoint is not a quantised one."""
+    checkpoint must not be quantised."""
     return _remembered(config, dtype, digests, "packet", lambda: _weights(config, found, DTYPES[dtype]))
 
 
@@ -77,14 +78,14 @@ def _streamed_or_loaded(
 def _remembered(
     config: EngineConfig, dtype: str, digests: Path | None, kind: str, read: Callable[[], str]
 ) -> str:
-    """Return a digest of the weights; ``kind`` tells digests of the same weights apart. Reading them takes a pass over
-    the files, so it is remembered for as long as no file of the model changes."""
+    """Return a digest of the weights; ``kind`` distinguishes digests of the same weights. Computing one takes a pass
+    over the files, so it is remembered until a file of the model changes."""
     name = _files_digest(config.model, dtype, kind)
     known = _read(digests)
     if name not in known:
         log.info("reading the weights of %s once, for their fingerprint", config.model)
         made = read()
-        name = _files_digest(config.model, dtype, kind)  # the files of a hub id have only now been fetched
+        name = _files_digest(config.model, dtype, kind)  # for a hub id, the files exist only after the fetch
         known = {**known, name: made}
         if digests is not None:
             _write(digests, known)
@@ -92,7 +93,7 @@ def _remembered(
 
 
 def download_dir(vllm_args: str) -> str | None:
-    """Return the folder that vLLM keeps the weights in that it fetches; None for the hub's own cache."""
+    """Return the folder for the weights that vLLM fetches; None for the hub's own cache."""
     try:
         given = json.loads(vllm_args or "{}")
     except ValueError:  # ``options.engine_args`` refuses it with the reason
@@ -116,7 +117,7 @@ def _files_digest(path: str, dtype: str, kind: str) -> str:
 def _read(digests: Path | None) -> dict[str, str]:
     try:
         known = json.loads(digests.read_text(encoding="utf-8")) if digests is not None else {}
-    except (OSError, ValueError):  # there is none yet, or it is damaged and will be made again
+    except (OSError, ValueError):  # the file does not exist yet, or is damaged and will be written again
         return {}
     return known if isinstance(known, dict) else {}
 

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 SEARCHERS = 2
 """Searches at once."""
 REMEMBERED_DELETIONS = 1 << 14
-"""Deleted chunks that salts of requests are kept apart by. When there are more, all salts change."""
+"""Maximum number of deleted chunks that are tracked for cache salts. Beyond that, all salts change."""
 OWN_BYTES = 8 << 30
 """Budget of compiled chunks on disk for an engine that was given no store."""
 
@@ -62,7 +62,7 @@ class VLLMEngine(Engine):
 
     Raises:
         ModelRefused: the model's answers would be wrong.
-        NoAdapter, AdapterRefused: the configured policy needs an adapter, and there is none; it cannot be used.
+        NoAdapter, AdapterRefused: the configured policy needs an adapter, and there is none, or it cannot be used.
         ConfigError: vLLM refuses an option, or did not start.
     """
 
@@ -80,7 +80,7 @@ class VLLMEngine(Engine):
             self.provides = self.provides - {Need.PACKET}
         self._secret = os.urandom(32)
         self._deleted_times: Counter[tuple[str, ChunkKey]] = Counter()
-        self._deleting = threading.Lock()  # guards changes of the two above
+        self._deleting = threading.Lock()  # guards changes to the two attributes above
         self.tombstones = Tombstones()
         self.counters: Counter[str] = Counter()
         self._active: dict[Request, asyncio.Task[None]] = {}
@@ -126,7 +126,7 @@ class VLLMEngine(Engine):
             self.close()
             raise
         for counters in (self.counters, self.compiler.counters):
-            counters.clear()  # the self-test is not counted among users' requests
+            counters.clear()  # do not count the self-test among users' requests
 
     def _check_processor(self) -> None:
         """Refuse a model whose images vLLM prepares differently, because its chunks would differ from a plain
@@ -144,7 +144,7 @@ class VLLMEngine(Engine):
         """See ``Engine.submit``; raises QueueFull when ``max_waiting`` requests wait already (``Arrivals``).
 
         Args:
-            passing: a chunk that is compiled for this request alone and not kept.
+            passing: a chunk that is compiled for this request only and not kept.
         """
         self.ready()
         with ExitStack() as undo:
@@ -167,8 +167,8 @@ class VLLMEngine(Engine):
         return Counter(active.spec.user for active in list(self._active)) - self._gate.inside()
 
     def _may_wait(self) -> int:
-        """Return how many requests may wait: more while there are places, so that a burst is not refused before the
-        loop has seen its first request."""
+        """Return how many requests may wait. Count free places as well, so that a burst is not refused before the loop
+        has seen its first request."""
         return self._config.max_waiting + max(0, self._gate.places - self._gate.inside().total())
 
     def _salt(self, request: GenerationRequest) -> str:
@@ -221,7 +221,7 @@ class VLLMEngine(Engine):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
     def forget(self, *chunks: Chunk) -> None:
-        for chunk in chunks:  # all of them before anything that takes time
+        for chunk in chunks:  # delete all of them before any step that takes time
             self.tombstones.mark(chunk)
             self._count_deletion(chunk)
         for chunk in chunks:
@@ -236,7 +236,8 @@ class VLLMEngine(Engine):
         with self._deleting:
             self._deleted_times[chunk.owner, chunk.key] += 1
             if len(self._deleted_times) > REMEMBERED_DELETIONS:
-                # the secret first: ``_salt`` reads it last, so no salt of before is made without the deletions
+                # change the secret first: ``_salt`` reads it last, so the old secret is never combined with the emptied
+                # deletions
                 self._secret = os.urandom(32)
                 self._deleted_times = Counter()
 
@@ -278,7 +279,7 @@ class VLLMEngine(Engine):
             if self._stopping:
                 return
             self._stopping = True
-        with ExitStack() as closing:  # vLLM's processes end whatever fails before
+        with ExitStack() as closing:  # end vLLM's processes even if an earlier step fails
             closing.callback(self._close_own)
             closing.callback(self.client.close)
             closing.callback(self._runtime.searchers.shutdown, wait=True, cancel_futures=True)
@@ -290,7 +291,7 @@ class VLLMEngine(Engine):
             shutil.rmtree(self._own.root, ignore_errors=True)
 
     def _post(self, message: Callable[[], None]) -> None:
-        with suppress(EngineStopped):  # then the request has ended
+        with suppress(EngineStopped):  # the loop has stopped, so the request has ended
             self.client.post(message)
 
     # ---- on the loop
@@ -307,7 +308,7 @@ class VLLMEngine(Engine):
     def _ended(self, active: Request, done: asyncio.Task[None]) -> None:
         del self._active[active]
         self.tombstones.end(active.arrived)
-        if done.cancelled():  # it was cancelled before its first step; later it ends its stream itself
+        if done.cancelled():  # cancelled before its first step; later, it ends its stream itself
             active.cancelled()
 
     def _abort(self, active: Request) -> None:

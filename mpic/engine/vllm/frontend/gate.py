@@ -1,4 +1,5 @@
-"""Lets users' requests into vLLM in turn. vLLM's own queue knows no users, so what is inside stays few enough."""
+"""Lets users' requests into vLLM in turn. vLLM's own queue does not know users, so only as many requests are let in as
+can run."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 CONCURRENT_COMPILES = 8
-"""Each holds a chunk's KV in memory until it is durable."""
+"""Maximum compiles at once; each holds a chunk's KV in memory until it is durable."""
 
 
 class Entered:
-    """A request that is inside. ``rows`` are those that vLLM still has to compute for its first token."""
+    """A request inside vLLM. ``rows`` is the number of rows that vLLM still has to compute for its first token."""
 
     def __init__(self, gate: Gate, user: str, rows: int) -> None:
         self._gate, self.user, self.rows = gate, user, rows
@@ -24,15 +25,15 @@ class Entered:
 
 
 class Gate:
-    """Requests that are inside vLLM or wait for that, by user. Next is the first of the user with the fewest inside.
-    Its methods run on the event loop, unless they say otherwise.
+    """Requests inside vLLM or waiting to get in, by user. The next to enter is the oldest request of the user with the
+    fewest inside. Its methods run on the event loop unless they say otherwise.
 
-    Some places are only for users who have nothing inside. A user's further requests wait while his prompts take a
-    whole step, so that another's first one is behind no more than that and one prompt.
+    Some places are reserved for users with nothing inside. While one user's prompts fill a whole step, further requests
+    of that user wait, so that another user's first request waits for at most that step and one more prompt.
 
     Args:
-        places: requests that vLLM runs at once.
-        rows: rows of a step.
+        places: maximum number of requests that vLLM runs at once.
+        rows: maximum number of rows in a step.
     """
 
     def __init__(self, places: int, rows: int) -> None:
@@ -50,7 +51,7 @@ class Gate:
         """Wait for a request's turn; it is inside within the block.
 
         Args:
-            rows: rows that its first token takes.
+            rows: number of rows computed for its first token.
         """
         admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queues.setdefault(user, deque()).append((admitted, rows))
@@ -58,7 +59,7 @@ class Gate:
         try:
             await admitted
         except asyncio.CancelledError:
-            if admitted.done() and not admitted.cancelled():  # its turn came in the same moment
+            if admitted.done() and not admitted.cancelled():  # its turn came at the same moment
                 self._leave(Entered(self, user, rows))
             raise
         turn = Entered(self, user, rows)
@@ -72,7 +73,7 @@ class Gate:
         self.change(turn, -turn.rows)
 
     def change(self, turn: Entered, rows: int) -> None:
-        """Add to the rows of what is inside, and admit who may enter now."""
+        """Add to the rows of a request inside, and admit the requests that may enter now."""
         self._rows[turn.user] += rows
         for counts in (self._inside, self._rows):
             if not counts[turn.user]:
@@ -92,7 +93,7 @@ class Gate:
             user = min(users, key=lambda user: self._inside[user])
             admitted, rows = self._queues[user].popleft()
             if not self._queues[user]:
-                del self._queues[user]  # to come last among equals
+                del self._queues[user]  # so that this user comes last among equals
             else:
                 self._queues[user] = self._queues.pop(user)
             self._inside[user] += 1

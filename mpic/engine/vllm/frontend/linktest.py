@@ -1,7 +1,7 @@
 """The engine's last test before it serves: a link must give the same result as a plain prefill.
 
 A chunk that is compiled behind start tokens and linked behind the same ones is compiled exactly as a plain prefill
-computes it, so reusing all of it is exact. The test goes through everything that a request goes through: the compile,
+computes it, so reusing all of it is exact. The test exercises everything that a request goes through: the compile,
 the chunk file, the scheduler, the paged cache, attention, and, with several workers, all of them.
 """
 
@@ -21,10 +21,11 @@ OWNER = "@self-test"
 CHUNK, TEXT = 45, 3
 """Tokens of the chunk and of the text behind it."""
 POLICY = parse_policy("legolink-0")
-"""Recomputes nothing, and compiles chunks behind start tokens, so that the chunk is not at the start of the prompt."""
+"""A policy that recomputes nothing and compiles chunks behind start tokens, so that the chunk is not at the start of
+the prompt."""
 ALTERNATIVES = 20
 TOLERANCE = {"float32": 2e-3, "float16": 5e-2, "bfloat16": 3e-1}
-"""Largest difference of a log-probability."""
+"""Maximum difference of a log-probability."""
 
 Submit = Callable[[GenerationRequest, Chunk], DeltaStream]
 
@@ -36,7 +37,7 @@ def link_test(model: ModelDescription, submit: Submit) -> None:
         submit: submits a request with a chunk that is compiled for it and not kept.
 
     Raises:
-        ModelRefused: they differ, one of them could not be computed, or the chunk was not reused.
+        ModelRefused: the two differ, one of them could not be computed, or the chunk was not reused.
     """
     ids = tuple(model.some_words(CHUNK + TEXT, seed=1))
     chunk = Chunk(ChunkKey.of_text(f"{OWNER} {ids}"), OWNER, ids[:CHUNK])

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, to which other threads hand work until it ends."""
+"""Runs an event loop in a thread of its own, to which other threads submit work."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LoopThread:
         self.loop.run_forever()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run something on the loop. It is cancelled if the loop ends before it has ended, but never before its first
+        """Run a coroutine on the loop. If the loop ends first, the coroutine is cancelled, but never before its first
         step.
 
         Raises:
@@ -45,11 +45,11 @@ class LoopThread:
         raise EngineStopped("the engine has been stopped")
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run something on the loop and wait for its result. Raise what ``submit`` raises."""
+        """Run a coroutine on the loop and wait for its result. Raise what ``submit`` raises."""
         return self.submit(work).result()
 
     def post(self, call: Callable[[], object]) -> None:
-        """Make a call on the loop, without waiting for it.
+        """Call a function on the loop without waiting for it.
 
         Raises:
             EngineStopped: the loop ends or has ended.
@@ -60,7 +60,7 @@ class LoopThread:
             self.loop.call_soon_threadsafe(call)
 
     def stop(self) -> None:
-        """Take nothing more, cancel all tasks, wait for them, and end the loop and its thread."""
+        """Refuse further work, cancel all tasks, wait for them, and end the loop and its thread."""
         with self._taking:
             if self._ended:
                 return

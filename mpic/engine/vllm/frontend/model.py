@@ -1,4 +1,4 @@
-"""The model that vLLM runs, described with the same digests as in the native engine, so that each engine links what
+"""Describes the model that vLLM runs with the same digests as the native engine, so that each engine links chunks that
 the other has compiled."""
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class ModelDescription:
     Args:
         digest, preprocessing: as in the ``KVKey`` of each of its chunks.
         dtype: the type it is loaded in.
-        context: the most tokens it was made for.
+        context: maximum tokens it was made for.
         image: the token that stands for an image; None for a model that takes no images.
-        expected: what a stored chunk must be to fit it.
+        expected: the properties that a stored chunk must have to fit it.
         adapter, adapter_path: its adapter and the adapter's file; None if it has none.
         no_packets: the reason why it cannot have packets; empty if it can.
     """
@@ -99,13 +99,13 @@ class ModelDescription:
         """Return the ids of a chunk of this recipe as prompts have them.
 
         Args:
-            ids: of the chunk's own tokens.
+            ids: ids of the chunk's own tokens.
         """
         return packet_ids(ids, *self.soft_tokens(recipe))
 
 
 def describe_model(config: EngineConfig, cpu: bool, digests: Path | None = None) -> ModelDescription:
-    """Read the description of a model.
+    """Read the description of a model from its folder, without its weights.
 
     Args:
         cpu: True if the model will run on a CPU, where ``dtype = auto`` means float32.

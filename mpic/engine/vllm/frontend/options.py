@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from mpic.engine.vllm.frontend.model import ModelDescription
 
 CPU_SHARE, CPU_CAP = 0.25, 8 << 30
-"""Share of what may still be allocated, and most bytes, that the KV cache takes on a CPU by default (as the native
-engine's)."""
+"""Share of the memory still available, and maximum bytes, that the KV cache takes on a CPU by default, as in the native
+engine."""
 PLUGIN = "mpic.engine.vllm.plugin"
-"""The package of the classes that vLLM imports by their paths."""
+"""The package with the classes that vLLM imports by path."""
 
 OURS = {
     "model": "model",
@@ -61,7 +61,7 @@ ALLOWED = frozenset(
         *("jit_monitor_mode", "jit_monitor_verbose"),
     }
 )
-"""Arguments that say where and how fast vLLM computes, and change nothing about what a chunk or a link is."""
+"""Arguments that decide where and how fast vLLM computes, without any effect on the content of chunks and links."""
 
 REFUSED = {
     "tokenizer": "the chunks' recipe has the model's own",
@@ -89,8 +89,8 @@ REFUSED = {
     "runner": "the engine generates",
     "data_parallel_size": "several replicas are not tested; start one server each",
 }
-"""Arguments that people may want, and why they cannot have them. Every other argument is refused too: an argument that
-vLLM adds is not known to be right with links before somebody has looked at it."""
+"""Arguments that people may want, and why they are refused. Every other argument is refused as well: a new argument of
+vLLM may break links until somebody has checked it."""
 
 
 def prepare_environment() -> bool:
@@ -100,7 +100,7 @@ def prepare_environment() -> bool:
         True if vLLM's build is one for CPUs.
 
     Raises:
-        ConfigError: vLLM is not installed, cannot be imported, or is of a version that is not known here.
+        ConfigError: vLLM is not installed, cannot be imported, or is of an unsupported version.
     """
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
@@ -112,8 +112,8 @@ def prepare_environment() -> bool:
     for name, value in {
         "VLLM_NO_USAGE_STATS": "1",  # vLLM sends usage statistics by default
         "VLLM_LOGGING_LEVEL": level,
-        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # standard output is our commands' own
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # standard output belongs to our commands
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # fork is unsafe: this process has threads
     }.items():
         os.environ.setdefault(name, value)
     try:
@@ -160,7 +160,7 @@ def engine_args(
         "trust_remote_code": config.trust_remote_code,
         "max_model_len": model.context,
         "max_num_batched_tokens": config.step_tokens,
-        # a compile beside them takes no request's place
+        # room for a compile that takes no request's place
         "max_num_seqs": min(
             config.max_running + CONCURRENT_COMPILES, max(config.max_running, config.step_tokens)
         ),
@@ -168,7 +168,7 @@ def engine_args(
         "pipeline_parallel_size": config.pipeline_parallel_size,
         "max_logprobs": -1,
         "disable_log_stats": True,
-        "mm_processor_cache_gb": 0,  # its two halves drift apart when a prompt is refused between them
+        "mm_processor_cache_gb": 0,  # the cache's two halves diverge when a prompt is refused between them
         "enable_prefix_caching": True,
         "async_scheduling": False,
         "structured_outputs_config": StructuredOutputsConfig(backend="guidance"),
@@ -177,7 +177,7 @@ def engine_args(
         "kv_transfer_config": _connector(config, model, folder, host_bytes),
     }
     if model.adapter is not None:
-        # a part of the key of vLLM's cache of compiled forwards, in which the embedding layer is
+        # part of the key of vLLM's cache of compiled forwards, which contain the embedding layer
         values["additional_config"] = {"mpic_packet": model.adapter.digest}
     if model.image is not None:
         values["limit_mm_per_prompt"] = {"image": MAX_CHUNKS, "video": 0}

@@ -1,6 +1,6 @@
 """Turns the segments of a request into a prompt for vLLM: a plain one with images, or token ids and a link order.
 
-This happens on the caller's thread, with every refusal that is possible without computing.
+This runs on the caller's thread, and makes every refusal that needs no computing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PreparedPrompt:
 
     Args:
         linked: its chunks, in order.
-        plan: its plan. While an image's rotary length is not known, the plan is right in all but rotary positions.
+        plan: its plan. While an image's rotary length is unknown, only the plan's rotary positions are wrong.
         plain: the prompt for a policy that links nothing; None for a link.
     """
 
@@ -58,7 +58,7 @@ class PreparedPrompt:
 
 
 class PromptPreparer:
-    """Prepares prompts; see the module.
+    """Prepares prompts; see the module's docstring.
 
     Args:
         sharing: links map the engine's one copy of each chunk where they can (``order``).
@@ -68,8 +68,8 @@ class PromptPreparer:
         self._compiler, self._client, self._sharing = compiler, client, sharing
 
     def check(self, request: GenerationRequest) -> None:
-        """Raise EmptyPrompt, UnsupportedModality or UnsupportedParameter for a request that this engine never
-        answers."""
+        """Raise EmptyPrompt, UnsupportedModality or UnsupportedParameter for a request that this engine can never
+        answer."""
         check_sampling(request.sampling)
         check_grammar(request)
         check_prompt(request.prompt)
@@ -93,8 +93,8 @@ class PromptPreparer:
 
         Args:
             salt: cache salt for the blocks of a plain prompt.
-            asked: tokens of the answer that must fit behind the prompt, if the request gives a number.
-            known: its first chunks, when they have been linked already.
+            asked: tokens of the answer that must fit after the prompt, if the request gives a number.
+            known: the prompt's first chunks, if they have already been linked.
 
         Raises:
             ContextLengthExceeded, InvalidImage, UnsupportedModality: the prompt is too long, or has an image that
@@ -151,12 +151,12 @@ class PromptPreparer:
     def order(self, prepared: PreparedPrompt, answer: int) -> LinkOrder:
         """Return the link order of a prompt whose needed chunks have files.
 
-        Where chunks are shared, a link is still copied in two cases: its policy leaves holes in chunks, each of which
-        would be a range of its own to attention; or its chunks, in blocks of their own, its own tokens and its answer
-        take more blocks than there are.
+        Where chunks are shared, a link is still copied in two cases: its policy leaves holes in chunks, which would
+        split them into many ranges for attention; or its chunks (in separate blocks), its own tokens and its answer
+        need more blocks than there are.
 
         Args:
-            answer: most tokens of the answer.
+            answer: maximum tokens of the answer.
         """
         needed = set(map(id, prepared.needed))
         files = [self._compiler.files.file(one) if id(one) in needed else None for one in prepared.linked]

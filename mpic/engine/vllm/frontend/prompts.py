@@ -1,4 +1,4 @@
-"""Prompts as vLLM takes them."""
+"""Prompts in the form that vLLM takes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class VLLMPrompt(NamedTuple):
-    """A prompt as vLLM takes it.
+    """A prompt in the form that vLLM takes.
 
     Args:
         ids: its tokens, images expanded.
@@ -33,7 +33,8 @@ def token_prompt(ids: Sequence[int], salt: str) -> VLLMPrompt:
 
 
 def accept_soft_ids(renderer: Any, soft: int) -> None:
-    """Make vLLM's check of prompts accept the ids of an adapter's ``soft`` tokens. It checks all others as before."""
+    """Make vLLM's check of prompts accept the ids of an adapter's ``soft`` tokens; all other ids are checked as
+    before."""
     check = renderer.validate_token_ids
     accepted = range(FIRST_SOFT, FIRST_SOFT + soft)
 

@@ -1,4 +1,4 @@
-"""Runs a request from its arrival to its end, with as many requests to vLLM as it takes, on the event loop."""
+"""Runs a request on the event loop from its arrival to its end, with as many requests to vLLM as it needs."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 REPLACEABLE = frozenset({"missing", "corrupt", "mismatch"})
-"""Codes of the connector's for a file that a fresh compile replaces."""
+"""The connector's codes for files that a fresh compile can replace."""
 
 
 @dataclass(frozen=True)
 class Runtime:
     """The parts of an engine that its requests use. ``searchers`` are the threads that searches run on; ``gate`` lets
-    requests into vLLM in turn. vLLM masks tokens itself; ``constraints`` refuse a grammar before that, and check its
-    answers: where vLLM gives a grammar up, it ends the answer as if it were complete."""
+    requests into vLLM in turn. vLLM masks tokens itself; ``constraints`` refuse invalid grammars first and check the
+    answers, because vLLM ends an answer as if it were complete when it gives up on a grammar."""
 
     model: ModelDescription
     client: VLLMClient
@@ -77,7 +77,7 @@ class Progress(NamedTuple):
 
 
 class Request:
-    """A running request; see the module.
+    """A running request; see the module's docstring.
 
     Args:
         arrived: as ``Tombstones.begin`` returned it.
@@ -101,13 +101,13 @@ class Request:
         asked = spec.sampling.max_tokens
         self._prepared = runtime.preparer.prepare(spec.prompt.segments, spec.policy, salt, asked)
         self._max_tokens = runtime.preparer.room(self._prepared) if asked is None else asked
-        self._in_prompt = 0  # generated tokens before the last insertion, which are in the prompt now
-        self._interrupted = 0  # requests to vLLM that ended before their answer did
-        self._room = asyncio.Event()  # set when the answer is read again
+        self._in_prompt = 0  # tokens generated before the last insertion; they are part of the prompt now
+        self._interrupted = 0  # number of requests to vLLM that ended before the answer did
+        self._room = asyncio.Event()  # set when the reader takes more of the answer
         self._resumed = 0.0
 
     async def run(self) -> None:
-        """Answer the request; every error ends its stream and nothing else."""
+        """Answer the request; an error ends only its own stream."""
         try:
             self._end(await self._answer())
         except asyncio.CancelledError:
@@ -128,7 +128,7 @@ class Request:
         self._room.set()
 
     def cancelled(self) -> None:
-        """End the stream because the engine is being stopped or the reader wants no more."""
+        """End the stream, because the engine is stopping or the reader has left."""
         if self.stopping is not None:
             self._fail(self.stopping)
         else:
@@ -150,24 +150,24 @@ class Request:
             await self._until_read()
 
     async def _until_read(self) -> None:
-        """Wait, outside vLLM, as long as too much of the answer is unread."""
+        """Wait outside vLLM while too much of the answer is unread."""
         while self.stream.full:
             self._room.clear()
-            if self.stream.full:  # it may have been read before that
+            if self.stream.full:  # the reader may have caught up before the event was cleared
                 await self._room.wait()
 
     # ---- generation
 
     def _rows_missing(self) -> int:
-        """Return how many rows the next token takes: its own, and those of chunks that have no file."""
+        """Return how many rows the next token takes: those of the request, and those of chunks without a file."""
         prepared = self._prepared
         missing = {one.key: one.tokens for one in prepared.needed if not (one.stored or one.spooled)}
         return prepared.plan.own + len(self._generated) - self._in_prompt + sum(missing.values())
 
     async def _generate(self, turn: Entered, again: bool = False) -> Progress:
         """Make one request to vLLM, and leave it when the answer ends, the model makes a call, or too much of the
-        answer is unread; return the last part. When it ends because of a chunk's file, ``again`` makes a second one,
-        which generates what is left."""
+        answer is unread; return the last part. If a chunk's file ends the request, ``again`` starts another, which
+        generates the rest."""
         runtime, prepared = self._runtime, self._prepared
         if len(self._generated) > self._in_prompt:
             loop = asyncio.get_running_loop()  # which a thread that prepares a prompt waits for
@@ -197,7 +197,7 @@ class Request:
                         break
         ended = paused or progress.reason is not None or progress.call is not None
         if not ended and report.get("error") in REPLACEABLE and not again:
-            if first_token:  # it was preempted while it answered, and the file has gone since it was read
+            if first_token:  # the request was preempted while it answered, and the file has since disappeared
                 self._interrupted += 1
                 self._account(output, earlier, first_token, linked=True)
             await self._recheck(prepared, report)
@@ -214,7 +214,7 @@ class Request:
         return progress
 
     async def _recheck(self, prepared: PreparedPrompt, report: dict[str, Any]) -> None:
-        """Compile the chunks again whose files cannot be used any more."""
+        """Recompile the chunks whose files can no longer be used."""
         log.warning("a chunk's file could not be used and is compiled again: %s", report.get("message"))
         self._runtime.counters["load_failures"] += 1
         for chunk in prepared.needed:
@@ -235,7 +235,7 @@ class Request:
             temperature=s.temperature,
             top_p=s.top_p,
             top_k=s.top_k,
-            # a request that goes on must not draw the same numbers once more
+            # a request that continues must not repeat the same random numbers
             seed=None if seed is None else (seed + begun) & ((1 << 63) - 1),
             logprobs=s.logprobs,
             ignore_eos=s.ignore_eos,
@@ -289,7 +289,7 @@ class Request:
     def _account(
         self, output: RequestOutput, report: dict[str, Any], first_token: float, linked: bool
     ) -> None:
-        """Add the report of a vLLM request that has ended to the usage; the times are those of the first one."""
+        """Add the report of a finished vLLM request to the usage; times are those of the first request."""
         usage, prepared = self._usage, self._prepared
         for number, code in report.get("fallback") or ():
             chunk = prepared.needed[number]
@@ -330,7 +330,7 @@ class Request:
         plan = self._plan_as_computed() if usage.ttft_ms else self._prepared.plan
         for i, chunk in enumerate(linked):
             if chunk.computed or (chunk.tier == "disk" and not plan.reused(i)):
-                chunk.tier = "none"  # at most the embeddings of its file were used
+                chunk.tier = "none"  # only the embeddings in its file were used, if anything
         count_prompt(usage, plan)
         usage.packet = sum(one.packet for one in linked)
         usage.prompt_tokens -= self._in_prompt

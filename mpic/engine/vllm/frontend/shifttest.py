@@ -1,8 +1,8 @@
-"""The engine's test that keys move as the model says: the same text, computed at two places.
+"""The engine's self-test that keys move as the model's rotary embedding says: the same text computed at two positions.
 
-The first layer's keys depend on tokens and positions only, not on what stands before them. So those of a text behind
-start tokens are those of the text alone, rotated by the number of the start tokens, or the model does something else to
-keys than rotate them (HunYuan normalises them afterwards), and none of its chunks could be moved.
+The first layer's keys depend on tokens and positions only, not on what stands before them. So the keys of a text behind
+start tokens must equal those of the text alone, rotated by the number of start tokens. If not, the model does more to
+keys than rotate them (HunYuan normalises them afterwards), and its chunks could not be moved.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from mpic.kernels.attention import QueryRotation, rotate
 TOKENS, MOVE = 24, 37
 """Tokens of the text, and of the start before it."""
 TOLERANCE = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}
-"""Largest difference, as a share of the largest number in a key."""
+"""Maximum difference, as a share of the largest number in a key."""
 
 
 def shift_test(model: ModelDescription, client: VLLMClient, root: Path) -> None:
-    """Compare moved keys with keys that were computed where those are moved to.
+    """Compare moved keys with keys that were computed at the target positions.
 
     Args:
         root: folder of the chunk store.

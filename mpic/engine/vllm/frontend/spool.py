@@ -1,5 +1,6 @@
-"""Chunk files outside the store, which nobody evicts: of chunks that the store does not keep, and of requests that have
-lost a file already. They are in the folder that vLLM's workers write compiled chunks to, each in a folder of its own.
+"""Chunk files outside the store, where they cannot be evicted: for chunks that the store does not keep, and for
+requests that have already lost a file. They lie in the folder that vLLM's workers write compiled chunks to, each in a
+folder of its own.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ NAME = re.compile(r"[0-9a-f]{32}(?:\.safetensors)?")
 
 
 class SpooledFile:
-    """A chunk file outside the store. It is removed when each of its ``users`` has dropped it once; those of a compile
-    are counted when it has ended (``CompileTask.end``)."""
+    """A chunk file outside the store. It is removed when each of its ``users`` has dropped it once; the users of a
+    compile are counted when it has ended (``CompileTask.end``)."""
 
     def __init__(self, path: Path, users: int = 0) -> None:
         self.path, self.users = path, users
@@ -31,7 +32,7 @@ class SpooledFile:
 
 
 class Spool:
-    """The files in a folder; see the module. What a crash has left there is removed."""
+    """The spool's files in a folder; see the module's docstring. Files left by a crash are removed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -39,10 +40,10 @@ class Spool:
         self._clear()
 
     def hold(self, stored: Path) -> SpooledFile:
-        """Give a stored file another name, for one user; the content stays when the store removes its own name.
+        """Hard-link a stored file for one user; the content stays when the store removes its own name.
 
         Raises:
-            OSError: it is gone already, or the file system does not have such names.
+            OSError: the file is gone, or the file system has no hard links.
         """
         path = self._new_path()
         os.link(stored, path)
@@ -68,7 +69,7 @@ class Spool:
     def close(self) -> None:
         """Remove the folder with all that this class and vLLM's workers put there, and nothing else."""
         self._clear()
-        with suppress(OSError):  # the folder is gone already, or holds files of others
+        with suppress(OSError):  # the folder is gone, or holds other programs' files
             self.folder.rmdir()
 
     def _new_path(self) -> Path:

@@ -1,4 +1,4 @@
-"""A link in the model runner: the tokens it computes, the chunks it places in the paged cache or maps there, positions
+"""A link in the model runner: the tokens it computes, the chunks it places or maps in the paged cache, its positions
 and embeddings."""
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from mpic.link import Ranges
 
 
 class PlacedPrompt:
-    """A prompt in which chunks stand.
+    """A prompt that contains chunks.
 
     Attributes:
-        length: its tokens.
-        computed: ``[S]`` places of the computed ones, ascending.
+        length: number of its tokens.
+        computed: ``[S]`` places of the computed tokens in the prompt, ascending.
         chunks: see ``step_messages``.
         shared: True for a ``SharedLink``.
     """
@@ -65,12 +65,12 @@ class PlacedPrompt:
 
 
 class SharedLink(PlacedPrompt):
-    """A link that maps resident chunks, until its request ends: to vLLM its sequence is its own tokens alone.
+    """A link that maps resident chunks, until its request ends. vLLM sees only its own tokens as the sequence.
 
     Attributes:
-        spans: what it maps, as attention sees it.
-        behind: places between the own tokens and the prompt's end, by which an answer's tokens stand farther back than
-            in vLLM's sequence.
+        spans: the mapped tokens, in the form that attention takes.
+        behind: difference between the prompt's length and the number of own tokens, by which an answer's tokens stand
+            later in the prompt than in vLLM's sequence.
     """
 
     shared = True
@@ -96,10 +96,10 @@ class SharedLink(PlacedPrompt):
 
 
 class ActiveLink(PlacedPrompt):
-    """A link whose prompt is not computed to its end.
+    """A link whose prompt is not fully computed yet.
 
     Attributes:
-        frontier: sequence index up to which everything is placed.
+        frontier: sequence index up to which all chunks are placed.
         seconds: time spent on placing its chunks.
     """
 

@@ -1,4 +1,4 @@
-"""Tracks requests with orders on the scheduler's side: decides which may start, and how many of their tokens need no
+"""Tracks requests with orders on the scheduler's side, and decides which may start and how many of their tokens need no
 computing.
 
 Nothing here raises. A chunk that cannot be linked is computed; an order that cannot be followed ends its own request
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 IDLE_SECONDS = 0.005
-"""A step without work waits this long for a chunk, so that the engine does not spin while files are read."""
+"""Seconds that a step without work waits for a chunk, so that the engine does not spin while files are read."""
 
 
 @dataclass
@@ -49,15 +49,15 @@ class TrackedRequest:
     """A request with an order.
 
     Attributes:
-        load: its chunks, pinned; None for a compile, and for a shared link that needs nothing from files.
-        loaded: number of the chunks that were not resident, of a shared link.
-        loading: numbers of the chunks that are in ``load``, of a shared link.
+        load: its pinned chunks; None for a compile, and for a shared link that needs no files.
+        loaded: for a shared link, the number of chunks that were not resident.
+        loading: for a shared link, the numbers of the chunks in ``load``.
         late: the time after which chunks that are not in memory are computed; None until the scheduler first asks.
-        rows: sequence indices that are computed, once that is decided.
-        chunks: chunks that are linked or whose embeddings are used, once that is decided.
-        hit: tokens of the prompt up to which all was found in the prefix cache, or mapped, once admitted.
+        rows: sequence indices that are computed, once decided.
+        chunks: chunks that are linked or whose embeddings are used, once decided.
+        hit: number of leading prompt tokens that were all found in the prefix cache or mapped, once admitted.
         complete: True once its whole prompt has been computed, after which no chunk is written any more.
-        fault: the reason why it ends, if it must.
+        fault: the reason why it must end; None if it need not.
         blocks: its blocks of the paged cache, in order.
         fallback: number and error code of each chunk that is computed instead of linked.
         final_report: the report that its outputs carry, once its prompt is complete.
@@ -107,7 +107,7 @@ class TrackedRequest:
 
 
 def _contained(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Make errors of a method ``(self, tracked, ...)`` end that request and nothing else; it returns None then."""
+    """Make an error in a method ``(self, tracked, ...)`` end only that request; the method then returns None."""
 
     @wraps(method)
     def contained(self: Admission, tracked: TrackedRequest, *rest: Any) -> Any:
@@ -115,7 +115,7 @@ def _contained(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, tracked, *rest)
         except BadOrder as error:
             self.fail(tracked, error.code, error.message)
-        except Exception as error:  # in the scheduler it would end the engine with all requests
+        except Exception as error:  # if the scheduler raised it, the engine and all requests would end
             logger.exception("request %s: its order cannot be followed", tracked.request.request_id)
             message = f"the order could not be followed: {error!r}"
             self.fail(tracked, *EndReason.of(error, "internal_error", message))
@@ -128,15 +128,15 @@ class Admission:
     """Admits requests with orders.
 
     Args:
-        folders: folders that chunk files and compiled chunks are in.
-        patience: seconds that a link waits for its files from the time at which it could start.
-        most_rows: a link with more rows of attention than this is computed whole instead: each of them is a sequence
-            of its own to the attention backend, with its own block table.
+        folders: folders of chunk files and compiled chunks.
+        patience: seconds that a link waits for its files, counted from when it could start.
+        most_rows: maximum rows of attention of a link; a link with more is computed whole, because the attention
+            backend treats each row as a sequence with its own block table.
         soft: trained tokens that the workers' embedding layer knows.
         sharing: accept orders of shared links.
 
     Attributes:
-        shared: the resident chunks; None where nothing is shared.
+        shared: the resident chunks; None if sharing is off.
     """
 
     def __init__(
@@ -155,16 +155,16 @@ class Admission:
         self._patience, self._most_rows, self._soft = patience, most_rows, soft
         self._image_ids = _image_ids(config)
         self._tracked: dict[str, TrackedRequest] = {}
-        self._admitted: dict[str, int] = {}  # claimed tokens, between allocation and the step's instructions
-        self._unfinished: dict[str, TrackedRequest] = {}  # admitted, prompt not computed to its end
-        self._failed: dict[str, TrackedRequest] = {}  # to end with the scheduler's next update
-        self._exports: set[str] = set()  # whose blocks are kept until the workers have read them
+        self._admitted: dict[str, int] = {}  # claimed tokens, until the step's instructions
+        self._unfinished: dict[str, TrackedRequest] = {}  # admitted, prompts not fully computed
+        self._failed: dict[str, TrackedRequest] = {}  # requests to end with the scheduler's next update
+        self._exports: set[str] = set()  # requests whose blocks are kept until the workers have read them
         self.manager: KVCacheManager
 
     def bind(self, manager: KVCacheManager) -> None:
-        """Take the manager of the paged cache, and delay the entry of a link's blocks into the prefix cache until all
-        of the link is computed. vLLM would enter them when it allocates them, and other links with the same salt, which
-        may start in the same step, would read blocks that are not written yet."""
+        """Take the manager of the paged cache, and keep a link's blocks out of the prefix cache until all of the link
+        is computed. vLLM would register them on allocation, and other links with the same salt, which may start in the
+        same step, would read blocks that are not written yet."""
         self.manager = manager
         if self._sharing:
             self.shared = SharedChunks(manager.block_pool, self._config.cache_config.block_size)
@@ -215,7 +215,7 @@ class Admission:
         for folder in self._folders:
             try:
                 inside = (folder / order.folder).resolve(strict=True)
-            except (OSError, RuntimeError):  # it does not exist, or is not a valid file name
+            except (OSError, RuntimeError):  # the folder does not exist, or its name is not valid
                 continue
             if inside.is_dir() and inside.is_relative_to(folder):
                 return str(inside)
@@ -224,7 +224,8 @@ class Admission:
     # admission
 
     def claim(self, request: Request, hit: int) -> int | None:
-        """Return how many tokens behind the first ``hit`` need no computing; None if the scheduler must ask again."""
+        """Return how many tokens after the first ``hit`` need no computing; None if the scheduler must ask again
+        later."""
         if self.shared is not None and self.shared.short:
             return None
         tracked = self._tracked.get(request.request_id)
@@ -236,9 +237,9 @@ class Admission:
 
     @_contained
     def _claim(self, tracked: TrackedRequest, hit: int) -> int | None:
-        if hit >= tracked.order.length:  # preempted while it answered, and its whole prompt is still there
+        if hit >= tracked.order.length:  # preempted while it answered; its prompt is still cached
             return 0
-        if tracked.hit is not None:  # it was preempted: it starts again, before others
+        if tracked.hit is not None:  # it was preempted: it starts again, ahead of others
             self._withdraw(tracked)
             tracked.load = self._load(tracked.order.chunks, first=True)
         if tracked.rows is None and not self._decide(tracked):
@@ -253,7 +254,7 @@ class Admission:
         if not load.done and now < tracked.late:
             return False
         images = [self._is_image(tracked, ref) for ref in order.chunks]
-        # it cannot go on without its images, and memory will become free
+        # it needs its images, and memory for them will become free
         if not load.started and any(images):
             tracked.late = now + self._patience
             return False
@@ -292,8 +293,8 @@ class Admission:
 
     @_contained
     def _claim_shared(self, tracked: TrackedRequest, hit: int) -> int | None:
-        """Return 0 when the chunks of a shared link are pinned, all of its files having been read that are needed for
-        it; None otherwise. Nothing is computed instead of a chunk: a link whose file cannot be used ends."""
+        """Return 0 once all files that a shared link needs are read and its chunks are pinned; None before. Chunks of a
+        shared link are never computed instead: a link whose file cannot be used ends."""
         order, load = tracked.order, self._load_missing(tracked)
         if load is not None and not load.done:
             return None
@@ -316,9 +317,9 @@ class Admission:
         return 0 if self.shared.pin(tracked.request.request_id, wanted, hits) else None
 
     def _load_missing(self, tracked: TrackedRequest) -> FileLoad | None:
-        """Have the chunks read that a shared link needs and that are not resident, and return the load. When more of
-        them are missing than before, all are asked for anew: a load that waited for memory while it kept some would
-        wait for ever for another that does."""
+        """Have the non-resident chunks of a shared link read, and return the load. If more chunks are missing than
+        before, request all of them anew: two loads that hold some chunks while they wait for memory could block each
+        other for ever."""
         order = tracked.order
         from_cache = {number for number, *_ in mapped(order) if self.shared.find(order.chunks[number])}
         missing = frozenset(range(len(order.chunks))) - from_cache
@@ -331,7 +332,7 @@ class Admission:
         return tracked.load
 
     def _check_places(self, tracked: TrackedRequest, known: list[CachedFile]) -> None:
-        """Raise BadOrder unless a shared link's tokens, places and bases are those of its chunks."""
+        """Raise BadOrder unless a shared link's tokens, places and bases match those of its chunks."""
         order = tracked.order
         places = np.concatenate([np.arange(lo, hi) for lo, hi in order.rows])
         ids, at, base = np.asarray(tracked.request.prompt_token_ids[: len(places)]), 0, 0
@@ -354,7 +355,7 @@ class Admission:
         )
 
     def admitted(self, request: Request, external: int) -> None:
-        """Record that blocks are allocated, ``external`` tokens of them for claimed tokens."""
+        """Record that blocks have been allocated, for ``external`` claimed tokens among others."""
         tracked = self._tracked.get(request.request_id)
         if tracked is not None and tracked.fault is None:
             self._admitted[request.request_id] = external
@@ -381,11 +382,11 @@ class Admission:
                 frontier = before[request] + scheduled.num_scheduled_tokens[request]
                 self._step(self._tracked[request], made, before[request], frontier)
         elif not scheduled.num_scheduled_tokens and not self._failed and (self._exports or self._reading()):
-            self._host.wait(IDLE_SECONDS)  # vLLM steps on, without a pause, until they are done
+            self._host.wait(IDLE_SECONDS)  # vLLM keeps stepping, without a pause, until the exports are done
 
     def _reading(self) -> bool:
-        """Return whether a link cannot start before files are read. With pipeline parallelism, links that answer may
-        have steps under way when nothing can be scheduled."""
+        """Return whether a link cannot start before files are read. With pipeline parallelism, links that are
+        generating may have steps under way while nothing can be scheduled."""
         links = (tracked for tracked in self._tracked.values() if tracked.rows is None)
         return any(tracked.load is not None and not tracked.load.done for tracked in links)
 
@@ -429,13 +430,14 @@ class Admission:
         tracked.load, tracked.loading = None, frozenset()
 
     def preempted(self, request: Request) -> None:
-        """Unpin what a request maps that vLLM preempts, within the loop that looks for blocks."""
+        """Unpin the chunks of a request that vLLM preempts, inside vLLM's loop that looks for free blocks."""
         tracked = self._tracked.get(request.request_id)
         if tracked is not None and tracked.shared:
             self._withdraw(tracked)
 
     def _lose(self, blocks: tuple[int, ...], reason: EndReason) -> None:
-        """End the requests that map a chunk which could not be loaded; what they computed is not found again."""
+        """End the requests that map a chunk that could not be loaded, and keep their computed blocks out of the prefix
+        cache."""
         for request in self.shared.forget(blocks):
             self.manager.evict_blocks(set(self.manager.get_block_ids(request)[0]))
             self.fail(self._tracked[request], *reason)
@@ -451,14 +453,15 @@ class Admission:
             tracked = self._tracked.get(request)
             if tracked is not None and tracked.fault is None:
                 tracked.place_seconds, tracked.complete = seconds, True
-                if tracked.blocks:  # otherwise it was preempted meanwhile
+                if tracked.blocks:  # otherwise it has been preempted in the meantime
                     self.manager.cache_blocks(tracked.request, tracked.order.length)
                 self._unpin(tracked)
         failed, self._failed = self._failed, {}
         return failed
 
     def report(self, request: str) -> dict[str, Any] | None:
-        """Return the report of a link that goes on; None for other requests. It is made once for all of its tokens."""
+        """Return the report of a link that keeps generating; None for other requests. It is built once for all
+        tokens."""
         tracked = self._tracked.get(request)
         if tracked is None or tracked.fault is not None or not isinstance(tracked.order, LinkOrder):
             return None
@@ -466,13 +469,13 @@ class Admission:
             tracked.final_report = tracked.report()
         return tracked.final_report
 
-    # the end
+    # the prompt is complete
 
     def fail(self, tracked: TrackedRequest, code: str, message: str) -> None:
         """Mark a request to end with the scheduler's next update."""
         logger.warning("request %s ends: %s (%s)", tracked.request.request_id, message, code)
         tracked.fault = EndReason(code, message)
-        # otherwise vLLM would not ask ``claim``, and compute the request until it ends
+        # otherwise vLLM would skip ``claim`` and compute the request to its end
         tracked.request.skip_reading_prefix_cache = False
         self._failed[tracked.request.request_id] = tracked
 
@@ -492,7 +495,7 @@ class Admission:
         self._exports.difference_update(requests)
 
     def _withdraw(self, tracked: TrackedRequest) -> None:
-        """Undo an admission: the chunks are unpinned."""
+        """Undo an admission, and unpin the chunks."""
         tracked.blocks = []
         self._unpin(tracked)
         tracked.late, tracked.rows, tracked.hit, tracked.complete = None, None, None, False
@@ -519,7 +522,7 @@ def _check_extent(order: LinkOrder, extent: int) -> None:
 
 
 def _image_ids(config: VllmConfig) -> frozenset[int] | None:
-    """Return the ids of the tokens that stand for images; None when they are not known."""
+    """Return the ids of the tokens that stand for images; None if they are unknown."""
     if not config.model_config.is_multimodal_model:
         return frozenset()
     names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")

@@ -1,4 +1,4 @@
-"""The inputs in a chunk's file, as a prompt takes them."""
+"""Reads the inputs in a chunk's file and converts them for a prompt."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def first_layer_inputs(file: ChunkFile) -> ChunkInputs:
     inputs = file.inputs
     if file.key.chunk.kind != "text" or inputs.embeds is None:
         return inputs
-    # copies: all inputs of a file are views of one buffer, which would keep the embeddings in memory
+    # copy them: all inputs of a file are views of one buffer, so a view would keep the embeddings in memory
     return replace(
         inputs, token_ids=inputs.token_ids.clone(), positions=inputs.positions.clone(), embeds=None
     )
 
 
 def prompt_inputs(file: ChunkFile, adapter: Adapter | None) -> ChunkInputs:
-    """Return the inputs of a chunk as ``first_layer_inputs`` does, with the ids that prompts have in its place. In a
-    file, the trained tokens of a packet have placeholders.
+    """Return the inputs of a chunk as ``first_layer_inputs`` does, but with the ids that prompts use; in a file,
+    placeholders stand for the trained tokens of a packet.
 
     Args:
-        adapter: the adapter that a packet was compiled in, which has been checked (``mpic.kv.expected``).
+        adapter: the adapter that a packet was compiled in, already checked (``mpic.kv.expected``).
     """
     inputs = first_layer_inputs(file)
     if not file.key.recipe.packet or adapter is None:

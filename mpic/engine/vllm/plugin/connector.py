@@ -60,7 +60,7 @@ DEFAULTS = {
 
 
 class MPICConnector(KVConnectorBase_V1, SupportsHMA):
-    """Links and compiles chunks inside vLLM (see the module)."""
+    """Links and compiles chunks inside vLLM; see the module's docstring."""
 
     _cache_hit_source = CacheHitSource.HOST
 
@@ -124,7 +124,7 @@ class MPICConnector(KVConnectorBase_V1, SupportsHMA):
         self._admission.admitted(request, num_external_tokens)
 
     def preempted(self, request: Request) -> None:
-        """Record that vLLM preempts a request and looks for blocks."""
+        """Record that vLLM preempts a request while it looks for blocks."""
         self._admission.preempted(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepInstructions:
@@ -135,7 +135,7 @@ class MPICConnector(KVConnectorBase_V1, SupportsHMA):
         return self._admission.executed(output.kv_connector_worker_meta if output is not None else None)
 
     def report(self, request: str) -> dict[str, Any] | None:
-        """Return the report of a link that goes on; None for other requests."""
+        """Return the report of a link that keeps generating; None for other requests."""
         return self._admission.report(request)
 
     def request_finished_all_groups(
@@ -151,11 +151,11 @@ class MPICConnector(KVConnectorBase_V1, SupportsHMA):
     def attach(self, runner: LinkRunner) -> None:
         """Connect the model runner, whose paged cache is exported and whose report is passed on."""
         self._runner = runner
-        if not runner.paged.on_cpu:  # there vLLM may compile what asks for a layer
+        if not runner.paged.on_cpu:  # on this device vLLM may compile the code that asks for a layer
             self._place_layer = runner.place_layer
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Do nothing: the runner begins to place chunks while it makes the step's inputs."""
+        """Do nothing: the runner begins to place chunks while it prepares the step's inputs."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Place a layer of the step's chunks on a GPU. vLLM calls it outside of captured graphs: in a step with links
@@ -164,7 +164,7 @@ class MPICConnector(KVConnectorBase_V1, SupportsHMA):
             self._place_layer(extract_layer_index(layer_name))
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Do nothing: a compiled chunk is read behind its last step (``wait_for_save``)."""
+        """Do nothing: a compiled chunk is read after its last step (``wait_for_save``)."""
 
     def wait_for_save(self) -> None:
         self._runner.end_placing()

@@ -1,8 +1,9 @@
 """Reads chunk files into host memory while the requests that link them wait in vLLM's queue.
 
-The scheduler's process reads and verifies every file, on threads. A worker in the same process uses the memory as it
-is; a worker in another one gets the chunk's path and maps its own heads and layers, which the page cache still holds.
-It verifies these layers itself before anything of them is used: what another process has read need not be what it maps.
+The scheduler's process reads and verifies every file, on threads. A worker in the same process uses that memory
+directly; a worker in another process gets the chunk's path and maps its own heads and layers from the file, which the
+page cache still holds. It verifies these layers itself before it uses them, because the file may have changed since the
+other process read it.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class CachedFile:
         state: ``reading``, ``ready`` or ``failed``.
         code, reason: the cause of the failure; the code is ``missing``, ``corrupt``, ``mismatch``, ``forbidden``,
             ``out_of_memory`` or ``internal_error``.
-        file: its absolute path with symbolic links resolved.
+        file: its absolute path, with symbolic links resolved.
         inputs: known as soon as the file is open, before its KV is read; ids as prompts have them (``prompt_inputs``).
         sink: sink tokens it was compiled behind.
-        kv: ``[layers, 2, kv_heads, n, head_dim]``; None before it is read and where it is not kept.
-        pins: loads that hold it.
+        kv: ``[layers, 2, kv_heads, n, head_dim]``; None until it is read, and if KV is not kept.
+        pins: number of loads that hold it.
     """
 
     def __init__(self, path: str, key: str, tokens: int) -> None:
@@ -58,18 +59,18 @@ class CachedFile:
 
     @property
     def unopened(self) -> bool:
-        """True while it is not known whether its inputs can be used."""
+        """True until it is known whether its inputs can be used."""
         return self.state == "reading" and self.inputs is None
 
     def without_kv(self) -> CachedFile:
-        """Return what is known of the chunk, without its KV in host memory."""
+        """Return a copy of the chunk's description without its KV in host memory."""
         known = CachedFile(self.path, self.key, self.tokens)
         known.file, known.inputs, known.sink, known.state = self.file, self.inputs, self.sink, self.state
         return known
 
     def slice_kv(self, layers: range, heads: range) -> Sequence[torch.Tensor]:
-        """Return ``[2, heads, n, head_dim]`` for each layer; in another process as a mapping of the file, of which
-        every layer has been verified by this process.
+        """Return ``[2, heads, n, head_dim]`` for each layer; in another process, as a mapping of the file whose layers
+        this process has verified.
 
         Raises:
             CorruptFile, OSError: in another process, when the file is gone, damaged, or another chunk's.
@@ -85,8 +86,8 @@ class CachedFile:
             file.close()
 
     def outcome(self, token_ids: np.ndarray) -> tuple[str, str, ChunkInputs | None]:
-        """Return whether the chunk can be linked into a prompt that has ``token_ids [n]`` in its place: a code (empty
-        if it can), the reason, and its inputs if they can be used."""
+        """Check whether the chunk can be linked into a prompt that has ``token_ids [n]`` at its place. Return a code
+        (empty if it can), the reason, and the chunk's inputs if they can be used."""
         if self.state == "failed":
             return self.code, self.reason, None
         if self.inputs is not None and not np.array_equal(self.inputs.token_ids.numpy(), token_ids):
@@ -109,7 +110,7 @@ class CachedFile:
 
 
 def _in_another_process(file: str, path: str, key: str, tokens: int, sink: int) -> CachedFile:
-    """Return the chunk as a worker in another process has it: ready, with its bytes still in the file."""
+    """Return the chunk in the form for a worker in another process: ready, with its bytes still in the file."""
     chunk = CachedFile(path, key, tokens)
     chunk.file, chunk.sink, chunk.state = file, sink, "ready"
     return chunk
@@ -119,10 +120,10 @@ class FileLoad:
     """A request's chunks, pinned until ``HostMemory.release``.
 
     Attributes:
-        chunks: in the order in which they were asked for.
+        chunks: in the order in which they were requested.
         started: False while there is no memory for them.
-        asked: time of the monotonic clock at which they were asked for.
-        seconds: time from then until all were read or given up; None before that.
+        asked: time of the request, by the monotonic clock.
+        seconds: time from the request until all were read or given up; None before that.
     """
 
     def __init__(self, chunks: Sequence[CachedFile]) -> None:
@@ -145,16 +146,16 @@ class HostMemory:
     """A cache of chunk files. The least recently used ones are evicted first; those of waiting links are pinned.
 
     Loads start in the order of arrival, each when its bytes fit beside the pinned ones. A load larger than the whole
-    budget starts when nothing else is pinned, so that every request gets its turn. The inputs of all chunks that are
-    asked for are read before the KV of any, because a link can go on without KV, but not without its images. A chunk
-    that no load holds any more when its turn comes is not read.
+    budget starts when nothing else is pinned, so that every request gets its turn. The inputs of all requested chunks
+    are read before any KV, because a link can proceed without KV but not without its images. A chunk is skipped if no
+    load holds it when its turn comes.
 
     Args:
         folders: absolute; nothing outside of them is ever opened.
-        budget: bytes that KV takes, or embeddings where the KV is not kept.
+        budget: maximum bytes of KV, or of embeddings if KV is not kept.
         readers: threads that read files.
-        keep_kv: the workers run in this process. Workers in other processes map the files themselves; then what is
-            read here only proves that a file is sound, so it is dropped, and its memory is not page-locked.
+        keep_kv: True if the workers run in this process. Workers in other processes map the files themselves; reading
+            here then only verifies a file, so the KV is dropped and its memory is not page-locked.
     """
 
     def __init__(
@@ -178,7 +179,7 @@ class HostMemory:
 
         Args:
             wanted: ``(path, key digest, tokens)`` of each.
-            first: put the load in front of those that wait for memory (for a preempted request).
+            first: put the load ahead of those that wait for memory (for a preempted request).
         """
         with self._changed:
             load = FileLoad([self._chunk(*one) for one in wanted])
@@ -234,11 +235,11 @@ class HostMemory:
             self._changed.notify_all()
 
     def _enter(self, chunk: CachedFile) -> CachedFile:
-        """Pin a chunk, and read it unless another load of the same chunk has begun meanwhile."""
+        """Pin a chunk, and read it unless another load of the same chunk has already begun."""
         name = (chunk.path, chunk.key)
         known = self._chunks.get(name)
         if known is None or known.tokens != chunk.tokens:
-            # a new one: an evicted one may still be with a reader
+            # make a new object, because a reader may still hold an evicted one
             self._chunks[name] = known = CachedFile(*name, chunk.tokens)
             self._inputs.append(known)
             self._readers.submit(self._read_next)
@@ -276,7 +277,7 @@ class HostMemory:
             code, reason = error.code, f"{chunk.path} could not be read: {error.message}"
         except OSError as error:
             code, reason = "corrupt", f"{chunk.path} cannot be read: {error}"
-        except Exception as error:  # otherwise it is lost, and the request waits for ever
+        except Exception as error:  # otherwise the chunk would be lost, and the request would wait for ever
             logger.exception("chunk file %s could not be read", chunk.path)
             code, reason = "internal_error", f"{chunk.path} could not be read: {error!r}"
         with self._changed:
@@ -288,16 +289,16 @@ class HostMemory:
                 self._submit()
             else:
                 chunk.state = "ready"
-                self._evict()  # its load may have ended meanwhile
-            del chunk  # evicted from now on, its memory is free at once
+                self._evict()  # its load may have ended in the meantime
+            del chunk  # if it is evicted from now on, its memory is freed at once
             self._changed.notify_all()
 
     def _submit(self) -> None:
-        with suppress(RuntimeError):  # closed meanwhile
+        with suppress(RuntimeError):  # closed in the meantime
             self._readers.submit(self._read_next)
 
     def _abandoned(self, chunk: CachedFile) -> bool:
-        """Return whether nobody waits for a chunk any more; a load that comes later reads it anew."""
+        """Return whether no load waits for a chunk any more; a later load reads it again."""
         if chunk.pins:
             return False
         self._forget(chunk)
@@ -314,7 +315,7 @@ class HostMemory:
         file.close()
 
     def _read_kv(self, chunk: CachedFile) -> None:
-        file = self._open(chunk, inputs=False)  # it was not kept open: many chunks may wait at once
+        file = self._open(chunk, inputs=False)  # reopened, because many chunks may wait at once
         shape = self._expected.shape.extent(chunk.tokens)
         allocate = PAGE_LOCKED.empty if self._pinned_memory else torch.empty
         kv = allocate(shape, dtype=self._expected.dtype)
@@ -337,7 +338,7 @@ class HostMemory:
         except FileRefused:
             file.close()
             raise
-        except CorruptFile as error:  # its checksums are right
+        except CorruptFile as error:  # reading verifies its checksums
             file.close()
             raise FileRefused("mismatch", error.message) from error
         return file
@@ -350,7 +351,7 @@ class HostMemory:
                 continue
             if not file.is_relative_to(folder):
                 raise FileRefused("forbidden", f"{path} leads out of the folders that may be read")
-            if not file.is_file():  # opening a pipe would wait for ever
+            if not file.is_file():  # opening a pipe could block for ever
                 raise FileRefused("mismatch", f"{path} is not a file")
             return file
         raise FileNotFoundError(path)

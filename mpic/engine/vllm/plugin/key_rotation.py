@@ -2,8 +2,8 @@
 
 A key rotated at local position j becomes the key at ``base + j`` by a rotation of ``base`` (less the sink tokens it
 was compiled behind); with M-RoPE all three positions of a token move by the same amount, so one rotation serves
-(docs/design.md, "Rotation on the query side"). Angles are computed in fp64, the rotation in fp32, whatever the cache
-holds.
+(docs/design.md, "Rotation on the query side"). Angles are computed in fp64 and rotations in fp32, whatever dtype the
+cache has.
 """
 
 from __future__ import annotations

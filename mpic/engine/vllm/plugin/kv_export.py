@@ -1,8 +1,9 @@
-"""Exports compiled chunks from vLLM: a thread reads their KV from the paged cache and writes it, and no step waits.
+"""Exports compiled chunks from vLLM: threads read their KV from the paged cache and write it, without holding up a
+step.
 
-The step that computes a prompt's last tokens marks what the device has been given (``kv/readback.py``) and takes what
-other requests would change (``prompt_snapshot.py``). The scheduler keeps the prompt's blocks after the request has
-ended, until every worker has said that it has read its part (``released``).
+The step that computes a prompt's last tokens marks the work queued on the device so far (``kv/readback.py``) and takes
+a snapshot of the state that other requests would change (``prompt_snapshot.py``). The scheduler keeps the prompt's
+blocks after the request has ended, until every worker has reported that it has read its part (``released``).
 
 Every worker writes one file with its layers and heads (``wire.part_name``); the first worker adds the inputs that the
 model's first layer saw. ``frontend.compiled`` puts the files together.
@@ -43,8 +44,8 @@ class _Job(NamedTuple):
 
     Args:
         prompt: the first layer's inputs; None for workers that do not export them.
-        mark: what the device must have computed before it is read.
-        read: set once the blocks are read, or will not be.
+        mark: the device work that must be complete before the KV is read.
+        read: set once the blocks have been read or will not be read.
     """
 
     export: ChunkExport
@@ -65,7 +66,7 @@ class KVExporter:
         self._reader = ThreadPoolExecutor(1, "mpic-export")
         self._writer = ThreadPoolExecutor(1, "mpic-export-write")
         self._held: dict[str, threading.Event] = {}  # requests whose blocks the scheduler keeps
-        self._ended: set[str] = set()  # those of them that have ended
+        self._ended: set[str] = set()  # the ones that have ended
 
     def export(self, runner: LinkRunner, request: str, export: ChunkExport) -> None:
         """Begin to export a prompt that the current step computes to its end. An error ends the request and is not
@@ -83,14 +84,14 @@ class KVExporter:
             runner.report.faults[request] = EndReason.of(error, "compile_failed", message)
             return
         if parallel.pipeline_parallel_size > 1:
-            # a step that is already under way may preempt the request, which would give its blocks to another one
+            # a step already under way may preempt the request, which would give its blocks to another request
             read.wait()
 
     def released(self, finished: Set[str]) -> set[str]:
-        """Return the requests whose blocks this worker does not need any more; each of them once.
+        """Return the requests whose blocks this worker no longer needs, each of them once.
 
         Args:
-            finished: requests that have ended since the last call. The scheduler may not be told of others.
+            finished: requests that have ended since the last call. The scheduler must not be told of any others.
         """
         self._ended |= finished & self._held.keys()
         released = {request for request in self._ended if self._held[request].is_set()}
@@ -119,8 +120,8 @@ def _run(
         metadata["ranks"] = f"{parallel.tensor_parallel_size} {parallel.pipeline_parallel_size}"
         written = writer.submit(_write, path, tensors, metadata)
         if parallel.pipeline_parallel_size == 1:
-            # on a slow disk the next prompts keep their blocks meanwhile, and no KV piles up in host memory; steps of
-            # several stages wait for what is read, and so must not wait for the disk
+            # wait for the disk: the next prompts keep their blocks that long, so that no KV piles up in host memory.
+            # Steps of several pipeline stages wait for reads, so there a read must not wait for the disk
             written.result()
 
 
@@ -133,7 +134,7 @@ def _errors_told(path: Path) -> Iterator[None]:
         logger.warning("a compiled chunk is not exported: %r", error)
         full = (isinstance(error, OSError) and error.errno in FULL) or "No space left" in str(error)
         name = DISK_FULL if full else NO_MEMORY if is_exhaustion(error) else NOT_WRITTEN
-        # the folder is gone because nobody waits any more, or the frontend will time out
+        # the folder is gone because no caller waits any more; otherwise the frontend times out
         with suppress(OSError):
             path.with_suffix(TEMPORARY).unlink(missing_ok=True)
             path.with_name(path.stem + name).touch()

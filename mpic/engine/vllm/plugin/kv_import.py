@@ -16,12 +16,12 @@ class PagedWrite(NamedTuple):
     """Tokens of a chunk that go into the paged cache.
 
     Args:
-        kv: ``[2, heads, n, head_dim]`` for each of this worker's layers and for its heads, in host memory: for a GPU
-            one tensor in page-locked memory, or those that a file is mapped to.
+        kv: ``[2, heads, n, head_dim]`` for each of this worker's layers, with its heads only, in host memory: for a GPU
+            either one tensor in page-locked memory or tensors mapped from a file.
         tokens: the tokens to write, as a slice or ``[count]`` ascending indices.
         count: number of tokens.
         delta: positions by which their keys move.
-        slots: ``[count]`` slots that they go to.
+        slots: ``[count]`` slots that they are written to.
     """
 
     kv: Sequence[torch.Tensor]
@@ -32,7 +32,7 @@ class PagedWrite(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """True where all of the chunk lies in one contiguous tensor."""
+        """True if all of the chunk lies in one contiguous tensor."""
         return isinstance(self.kv, torch.Tensor) and self.kv.is_contiguous()
 
     @property
@@ -43,8 +43,8 @@ class PagedWrite(NamedTuple):
 
 
 def place_on_cpu(paged: PagedCache, rotation: KeyRotation, writes: Sequence[PagedWrite]) -> None:
-    """Write tokens of chunks, of any requests, into a paged cache in host memory, layer after layer, so that a rotated
-    key is still in the processor's cache when it is written."""
+    """Write chunk tokens of any number of requests into a paged cache in host memory, layer by layer, so that a rotated
+    key is still in the CPU cache when it is written."""
     for write in writes:
         turn = rotation.by(write.delta)
         for i, layer in enumerate(paged.layers):

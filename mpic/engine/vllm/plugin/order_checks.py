@@ -1,4 +1,4 @@
-"""Checks of a request against its order, when it arrives at the scheduler."""
+"""Checks a request against its order when it arrives at the scheduler."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def check_request(request: Request, order: Order | None, soft: int) -> None:
 def check_shared(
     request: Request, order: LinkOrder, chunks: SharedChunks | None, context: int, most_rows: int
 ) -> None:
-    """Check that a request can map resident chunks. To vLLM its prompt is its own tokens alone, so what vLLM checks or
-    counts over whole prompts is checked or refused here.
+    """Check that a request can map resident chunks. To vLLM its prompt is its own tokens alone, so anything that vLLM
+    checks or counts over whole prompts is checked or refused here.
 
     Args:
         chunks: None where nothing is shared.
-        context: positions that the model has.
-        most_rows: most ranges that a link may map.
+        context: maximum positions of the model.
+        most_rows: maximum ranges that a link may map.
 
     Raises:
         BadOrder: it cannot.
@@ -79,8 +79,9 @@ def _check_ids(request: Request, soft: int) -> None:
     """Refuse trained tokens that the embedding layer does not know, and use of their ids that would index tables of
     the vocabulary.
 
-    Only the request itself is looked at. In vLLM's V1 model runner a penalty of any request counts the prompt ids of
-    its whole batch, and trained tokens would end the engine: who sends packets must send no penalties beside them.
+    Only the request itself is looked at. In vLLM's V1 model runner a penalty in any request counts the prompt ids of
+    the whole batch, and trained tokens would crash the engine: a client that sends packets must not send penalties at
+    the same time.
     """
     highest = max(request.prompt_token_ids, default=0)
     if highest < FIRST_SOFT:

@@ -17,8 +17,8 @@ from mpic.packet.adapter import Adapter, read_adapter
 
 
 class SoftEmbedding:
-    """A mixin for vLLM's table of embeddings. With tensor parallelism every rank has a part of the table and all of the
-    adapter, so the adapter's vectors are put in behind the sum over ranks.
+    """A mixin for vLLM's table of embeddings. With tensor parallelism every rank has a part of the table but the whole
+    adapter, so the adapter's vectors are inserted after the sum over ranks.
 
     Attributes:
         soft_rows: ``[trained tokens, hidden]``.
@@ -35,11 +35,12 @@ class SoftEmbedding:
 
 
 def adapter_of(config: VllmConfig) -> Adapter | None:
-    """Return the adapter that the connector's setting ``packet`` names, or None. Which weights it was trained with is
-    for the frontend to check: here they are laid out in vLLM's way.
+    """Return the adapter that the connector's setting ``packet`` names, or None. The frontend checks which weights it
+    was trained with, because here they have vLLM's layout.
 
     Every process of vLLM reads the file itself, minutes after the frontend and maybe on another machine, and the ids
-    of trained tokens do not say which adapter they are of. So the frontend's digest of it is a setting, too.
+    of trained tokens do not say which adapter they are of. So the settings also pass the digest that the frontend
+    computed.
 
     Raises:
         AdapterRefused: the file cannot be used, or it holds another adapter than ``packet_digest`` says.
@@ -59,8 +60,8 @@ def adapter_of(config: VllmConfig) -> Adapter | None:
 
 @torch.inference_mode()
 def install(model: Any, adapter: Adapter) -> None:
-    """Teach a language model's embedding layer an adapter's tokens. Call this before the model runs, which may compile
-    it.
+    """Add an adapter's tokens to a language model's embedding layer. Call this before the model runs for the first
+    time, which may compile it.
 
     Raises:
         ModelRefused: there is not exactly one table of embeddings, or its output is changed before the first layer.

@@ -1,4 +1,4 @@
-"""The part of vLLM's paged KV cache that this worker holds: its layers, its slots, writing and reading them.
+"""Describes, writes and reads the part of vLLM's paged KV cache that this worker holds.
 
 Writing goes through the backend's own ``do_kv_cache_update``. Reading needs the layout inside a block, of which two
 are known: ``[heads, tokens, K | V]`` of the GPU backends (``v1/attention/backends/flash_attn.py``) and the CPU
@@ -71,7 +71,7 @@ class PagedCache:
 
     @classmethod
     def of(cls, config: VllmConfig, context: dict[str, Any], block: int, backends: set[str]) -> PagedCache:
-        """Return the cache of a worker whose memory is allocated.
+        """Return the cache of a worker, after its memory has been allocated.
 
         Args:
             context: vLLM's layers by name (``static_forward_context``).
@@ -104,8 +104,8 @@ class PagedCache:
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """Write ``keys, values [n, heads, head_dim]`` of a decoder layer into slots ``[n]``.
 
-        The GPU backends' kernels read ``token * stride(0) + head * head_dim + i`` and look at no other stride, so their
-        arguments must be contiguous within a token.
+        The GPU backends' kernels read ``token * stride(0) + head * head_dim + i`` and ignore all other strides, so
+        their arguments must be contiguous within a token.
         """
         attention = self.attention[layer - self.layers.start]
         if not self.on_cpu:
@@ -115,7 +115,7 @@ class PagedCache:
     def read(self, blocks: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
         """Return KV ``[layers, 2, heads, hi - lo, head_dim]`` of a request's sequence indices from ``lo`` to ``hi``.
 
-        It lies in host memory: the call waits for the device.
+        The result lies in host memory, so the call waits for the device.
         """
         blocks = blocks.to(self.device)
         return torch.stack([self.read_layer(i, blocks, lo, hi).cpu() for i in range(len(self.layers))])
@@ -124,7 +124,7 @@ class PagedCache:
         """Return KV ``[2, heads, hi - lo, head_dim]`` of one of its layers, on the device.
 
         Args:
-            number: of the layer among those of this worker.
+            number: index of the layer among this worker's layers.
             blocks: the request's blocks, on the device.
         """
         first, last = lo // self.block, -(-hi // self.block)

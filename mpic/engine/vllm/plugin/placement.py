@@ -1,16 +1,16 @@
-"""Chunks into a GPU's paged cache while the forward computes, layer by layer.
+"""Places chunks in a GPU's paged cache layer by layer, while the forward computes.
 
-Keys and values cross the bus on a stream of their own, in transfers of some layers each (``transfers.py``), into two
-buffers in turn. Before a layer attends, vLLM asks for it (``MPICConnector.wait_for_layer_load``): the computing stream
-then waits for the transfers of this layer, picks the linked tokens out of what has crossed, rotates their keys and
-writes them into the cache, and the next transfer begins when that is done. So layers compute while later ones cross.
+Keys and values cross the bus on a stream of their own, in transfers of a few layers each (``transfers.py``),
+alternating between two buffers. Before a layer attends, vLLM asks for it (``MPICConnector.wait_for_layer_load``): the
+computing stream then waits for the transfers of this layer, picks the linked tokens from the buffer, rotates their keys
+and writes them into the cache; then the next transfer begins. So layers compute while later layers are copied.
 
-Chunks in page-locked memory, which are all where scheduler and worker share a process, cross from where they lie: the
-host touches none of their bytes and waits for nothing. A worker in another process maps a chunk from its file, and
-there the host reads what is to cross into page-locked memory first.
+If scheduler and worker share a process, all chunks are in page-locked memory and are copied from there: the host
+touches none of their bytes and waits for nothing. A worker in another process maps a chunk from its file, and the host
+first reads the bytes into page-locked memory.
 
-The cache itself is written on the computing stream only: its blocks were another request's until a moment ago, and
-that order is what keeps the two apart.
+The cache itself is written on the computing stream only: its blocks may have belonged to another request a moment ago,
+and the order on that stream keeps the two apart.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from mpic.kv.copies import Copies, copies_for
 
 
 class CopiesAtOnce:
-    """The part of ``mpic.kv.copies.Copies`` that a placement uses, on a device without streams: every copy takes its
-    turn among what the device computes."""
+    """The part of ``mpic.kv.copies.Copies`` that a placement uses, for a device without streams: copies run in order
+    with the computation."""
 
     def order(self) -> None:
         pass
@@ -56,7 +56,8 @@ class CopiesAtOnce:
 
 
 class PendingTransfer(NamedTuple):
-    """A transfer under way: the buffer that it fills, what crosses as a tensor there, and the mark of its copies."""
+    """A transfer under way: the buffer that it fills, the transferred tensor in that buffer, and the mark of its
+    copies."""
 
     transfer: Transfer
     buffer: Buffer
@@ -65,12 +66,12 @@ class PendingTransfer(NamedTuple):
 
 
 class Buffer:
-    """Device memory that transfers go through one after the other, and as much page-locked memory, which is allocated
-    when the first chunk comes that lies in none."""
+    """Device memory that transfers pass through one after another, and page-locked memory of the same size, allocated
+    with the first chunk that is not page-locked."""
 
     def __init__(self, device: torch.device, copies: Copies | CopiesAtOnce, size: int) -> None:
         self._copies = copies
-        self._mark: Any = None  # of the latest copy from the page-locked memory, which may still read it
+        self._mark: Any = None  # of the latest copy, which may still read page-locked memory
         with torch.inference_mode(False):  # else only inference mode could write it
             self._device = torch.empty(size, dtype=torch.uint8, device=device)
 
@@ -80,8 +81,8 @@ class Buffer:
             return self._copies.buffer(self._device.shape, self._device.dtype)
 
     def fill(self, transfer: Transfer) -> PendingTransfer:
-        """Start a transfer into the buffer. What reads the buffer must be on the computing stream, and the copies
-        ordered behind it, by now."""
+        """Start a transfer into the buffer. Work that reads the buffer must already be on the computing stream, and the
+        copies must be ordered after it."""
         kv = transfer.write.kv[transfer.layers.start : transfer.layers.stop]
         memory = _shaped(self._device, transfer)
         tokens = slice(transfer.crossing.start, transfer.crossing.stop)
@@ -95,8 +96,8 @@ class Buffer:
         return PendingTransfer(transfer, self, memory, mark)
 
     def _read(self, kv: Sequence[torch.Tensor], tokens: slice, transfer: Transfer) -> torch.Tensor:
-        """Read what is to cross from a mapped file into the page-locked memory. It waits for the copy of two transfers
-        ago, which was the last from there, while the one after that still crosses."""
+        """Read the bytes to transfer from a mapped file into the page-locked memory. This waits for the copy of two
+        transfers ago, the last to use this memory, while the copy after that is still running."""
         if self._mark is not None:
             self._copies.wait(self._mark)
         memory = _shaped(self._host, transfer)
@@ -106,19 +107,19 @@ class Buffer:
 
 
 def _shaped(memory: torch.Tensor, transfer: Transfer) -> torch.Tensor:
-    """Return the beginning of some memory as the tensor that crosses."""
+    """Return the beginning of a buffer as the tensor that is transferred."""
     layers, *_ = shape = transfer.shape
     size = layers * len(transfer.crossing) * transfer.write.token_bytes
     return memory[:size].view(transfer.write.kv[0].dtype).view(shape)
 
 
 class TransferBuffers:
-    """The stream of transfers and the memory that they go through, kept for the life of the engine.
+    """The stream of transfers and the memory that they pass through, kept for the life of the engine.
 
     Args:
-        copies: None chooses.
-        sizes: of transfers. There are two buffers of the largest, allocated on first use: in the self-test, before
-            anybody is served.
+        copies: None chooses by the device.
+        sizes: sizes of transfers. There are two buffers of the largest size, allocated on first use, which is the
+            self-test before any request.
     """
 
     def __init__(
@@ -136,10 +137,10 @@ class TransferBuffers:
 
 
 class Placement:
-    """The chunks that one step places. Its transfers begin at once.
+    """The chunks that one step places. Transfers begin at once.
 
     Args:
-        writes: of any requests.
+        writes: writes of any number of requests.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class Placement:
         self._send()
 
     def layer(self, number: int) -> None:
-        """Give the device what it must do before decoder layer ``number`` attends."""
+        """Queue the device work that must be done before decoder layer ``number`` attends."""
         index = number - self._paged.layers.start
         while self._sent and self._sent[0].transfer.layers.start <= index:
             self._write(self._sent.popleft())
@@ -169,7 +170,7 @@ class Placement:
         return not self._sent
 
     def finish(self) -> None:
-        """Place all layers that are left."""
+        """Place all remaining layers."""
         self.layer(self._paged.layers.stop)
 
     def _sent_turn(self, turn: QueryRotation | None) -> QueryRotation | None:
@@ -179,12 +180,12 @@ class Placement:
         return turn._replace(cos=cos, sin=sin)
 
     def _send(self) -> None:
-        """Start transfers as long as there is a buffer for them."""
+        """Start transfers while there is a free buffer."""
         while self._free and self._waiting:
             self._sent.append(self._free.pop().fill(self._waiting.popleft()))
 
     def _write(self, sent: PendingTransfer) -> None:
-        """Make the device rotate and write the tokens of a transfer, and then fill its buffer again."""
+        """Queue the rotation and write of a transfer's tokens, and then the next transfer into its buffer."""
         write, layers, picks, span, crossing = sent.transfer
         self._copies.follow(sent.mark)
         inside = slice(span.start - crossing.start, span.stop - crossing.start)

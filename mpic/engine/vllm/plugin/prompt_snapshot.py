@@ -1,7 +1,7 @@
-"""The inputs of a compiled chunk's first layer, taken in the step that computes its last tokens and read later.
+"""Snapshots of a compiled chunk's first-layer inputs, taken in the step that computes its last tokens and read later.
 
-A step may not wait for the device, and afterwards other requests take over what it knows of this one. So the step holds
-on to tensors that nobody changes any more, and gives the device what it still has to compute; ``inputs`` reads them.
+A step must not wait for the device, and after it other requests overwrite the state of this one. So the step keeps
+tensors that nothing changes any more, and queues the remaining work on the device; ``inputs`` reads the result.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class _Embedded(NamedTuple):
     """The embeddings of a prompt with images, or of a packet, on the device.
 
     Args:
-        parts: numbers of tokens ``[m]``, on the host, and their rows ``[m, width]``.
-        width: of a row of the first layer's input; a wider one carries DeepStack features behind it.
+        parts: pairs of token indices ``[m]``, on the host, and their rows ``[m, width]``.
+        width: width of the first layer's input; a wider row also carries DeepStack features at its end.
     """
 
     parts: list[tuple[torch.Tensor, torch.Tensor]]
@@ -33,14 +33,14 @@ class _Embedded(NamedTuple):
 
 
 class PromptSnapshot(NamedTuple):
-    """See the module.
+    """See the module's docstring.
 
     Args:
         token_ids: ``[n]``, without the tokens in front that are not exported; an adapter's tokens have placeholders, as
             in files (``ChunkInputs.wrap``).
-        positions: M-RoPE positions ``[3, n]`` from 0 on, maybe on the device; None where they are 0 to n - 1.
+        positions: M-RoPE positions ``[3, n]`` from 0, possibly on the device; None if they are 0 to n - 1.
         embedded: None for a prompt of text alone.
-        dtype: of embeddings.
+        dtype: dtype of the embeddings.
     """
 
     token_ids: torch.Tensor
@@ -69,13 +69,13 @@ class PromptSnapshot(NamedTuple):
 
 
 def snapshot(runner: LinkRunner, request: str, export: ChunkExport) -> PromptSnapshot:
-    """Take the inputs of a prompt that the current step computes to its end. All ranks of the first pipeline stage
-    must call it together, because the table of embeddings is divided among them."""
+    """Take the inputs of a prompt that the current step computes to its end. All ranks of the first pipeline stage must
+    call this together, because they share the table of embeddings in parts."""
     prompt, skip, length = runner.prompt_inputs(request), export.skip, len(export.token_ids)
     ids = torch.tensor(export.token_ids[skip:], dtype=torch.int64)
     positions = None
     if prompt.positions is not None:
-        # a new tensor: another request gets the old one's place
+        # make a new tensor: another request reuses the old memory
         positions = prompt.positions[:, skip:length] - skip
     soft = ids >= FIRST_SOFT
     embedded = None

@@ -1,8 +1,8 @@
-"""Links inside vLLM's model runner, by permuted tokens and pseudo-sequences (docs/vllm.md, "How it works").
+"""Runs links inside vLLM's model runner by permuted tokens and pseudo-sequences (docs/vllm.md, "How it works").
 
 The connector claims all but the link's S computed tokens, so vLLM schedules "the last S" of the prompt's N tokens. Here
 the scheduled token i of [N - S, N) is replaced by the computed token number i - (N - S): its id, its position, its
-slot. The last one is the prompt's last token either way, so sampling and decoding stay as they are. To the attention
+slot. The last token is the prompt's last token either way, so sampling and decoding need no change. To the attention
 backend each run of neighbours [a, b) is a row of its own with the request's block table, ``query_len = b - a`` and
 ``seq_len = b``. Because fresh keys and values are written before each layer's attention, the backend's causal mask is
 the mask of selective attention.
@@ -13,8 +13,8 @@ positions are replaced. Its rows go to ``span_attention``.
 The sequence index of a computed token is never above that of the scheduled token it replaces, so a step needs no block
 that is not allocated yet, and chunks are placed up to the end of the step's scheduled tokens, its *frontier*.
 
-vLLM has two model runners, which share no code. ``LinkRunner`` is the part that links need of both; ``runner_v1`` and
-``runner_v2`` put it into vLLM's methods.
+vLLM has two model runners, which share no code. ``LinkRunner`` is the part that both need for links; ``runner_v1`` and
+``runner_v2`` call it from vLLM's methods.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class LinkedRequest(NamedTuple):
     """A request of a step whose scheduled tokens are replaced.
 
     Args:
-        row: its number in the batch.
+        row: its index in the batch.
         offset: its first token in the batch.
-        tokens: ``[n]`` places of the tokens that are computed: for a link that copies, in place of the scheduled ones.
+        tokens: ``[n]`` places of the computed tokens; for a link that copies, they replace the scheduled tokens.
     """
 
     row: int
@@ -72,10 +72,10 @@ class LinkStep:
 
     Args:
         links: the requests with links.
-        owners: ``[rows]`` numbers of their requests in the batch, of those that do not map resident chunks.
+        owners: ``[rows]`` batch index of each row's request, for rows that do not map resident chunks.
         queries, ends: ``[rows]`` int32 query and sequence lengths.
-        shared: the rows of those that do.
-        others: ``[n]`` int64 tokens of the step that are not theirs.
+        shared: the rows that map resident chunks.
+        others: ``[n]`` int64 indices of the step's tokens outside the shared rows.
     """
 
     links: list[LinkedRequest]
@@ -87,10 +87,10 @@ class LinkStep:
 
 
 class PromptInputs(NamedTuple):
-    """The inputs of a request's prompt that the runner knows.
+    """The inputs of a request's prompt, as the runner has them.
 
     Args:
-        positions: its M-RoPE positions ``[3, N]``, maybe on the device, or None where the model has one position a
+        positions: its M-RoPE positions ``[3, N]``, possibly on the device, or None if the model has one position per
             token.
         features: its images, as vLLM describes them.
         encoded: outputs of the vision encoder for images, by their identifiers.
@@ -104,9 +104,9 @@ class PromptInputs(NamedTuple):
 class LinkRunner:
     """The part of a model runner that links need. Without a link in the batch it changes nothing.
 
-    A subclass is mixed into vLLM's runner. It calls ``begin_links`` before vLLM takes the step's requests in,
-    ``plan_step`` when their tokens are known, gives the attention backend ``step_metadata``, and calls ``end_placing``
-    and clears ``_step`` when the step has ended.
+    A subclass is mixed into vLLM's runner. It calls ``begin_links`` before vLLM adds the step's requests to the batch
+    and ``plan_step`` once their tokens are known, passes ``step_metadata`` to the attention backend, and when the step
+    has ended calls ``end_placing`` and clears ``_step``.
     """
 
     # attributes of vLLM's runner
@@ -123,7 +123,7 @@ class LinkRunner:
     report: StepReport
 
     def enable_links(self, paged: PagedCache) -> None:
-        """Start linking, once the KV cache is allocated.
+        """Enable links; call this once the KV cache is allocated.
 
         Raises:
             ModelRefused: keys with the model's rotary embedding cannot be moved.
@@ -139,8 +139,8 @@ class LinkRunner:
 
     @abstractmethod
     def prompt_inputs(self, request: str) -> PromptInputs:
-        """Return the inputs of the prompt of a request that the current step computes to its end. It does not wait for
-        the device."""
+        """Return the prompt inputs of a request whose prompt the current step completes, without waiting for the
+        device."""
 
     @abstractmethod
     def block_ids(self, request: str) -> list[int]:
@@ -149,21 +149,21 @@ class LinkRunner:
     # a step
 
     def begin_links(self, scheduler_output: SchedulerOutput) -> None:
-        """Forget links whose requests are gone and start those that are admitted."""
+        """Forget links whose requests are gone, and start the links that were admitted."""
         self._step = self._placement = None
         if self._links:
             gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
             for request in gone & self._links.keys():
                 del self._links[request]
         instructions = scheduler_output.kv_connector_metadata
-        if instructions is None:  # vLLM warms up its kernels with steps that come from no scheduler
+        if instructions is None:  # steps that warm up vLLM's kernels come from no scheduler
             return
         for load in instructions.loads:
             self._make_resident(load)
         for request, begun in instructions.shared.items():
             try:
                 self._links[request] = SharedLink(begun, self.rotation)
-            except Exception as error:  # in another process the file can be gone by now
+            except Exception as error:  # in another process, the file may be gone by now
                 self._fail(request, error)
         for request, start in instructions.links.items():
             try:
@@ -172,7 +172,7 @@ class LinkRunner:
                 self._fail(request, error)
 
     def _make_resident(self, load: ChunkFill) -> None:
-        """Write a chunk into its own blocks, with keys as they were compiled."""
+        """Write a resident chunk into its own blocks, with keys as compiled."""
         try:
             kv, tokens = load.file.slice_kv(self.paged.layers, self.paged.heads), load.file.tokens
             slots = self.paged.slots(torch.tensor(load.blocks), torch.arange(tokens))
@@ -190,15 +190,15 @@ class LinkRunner:
     def plan_step(
         self, requests: Sequence[str], scheduled: np.ndarray, computed: np.ndarray
     ) -> LinkStep | None:
-        """Place the chunks that a step's links map, and make its rows of attention.
+        """Place the chunks that a step's links need, and build the step's rows of attention.
 
         Args:
             requests: ids in the order of the batch.
             scheduled: ``[requests]`` tokens of each in this step.
-            computed: ``[requests]`` tokens of each that stand before them.
+            computed: ``[requests]`` tokens of each that precede the scheduled ones.
 
         Returns:
-            The step, which is ``_step`` from now on; None where no request has a link.
+            The step, also kept as ``_step``; None if no request has a link.
         """
         if not self._links:
             return None
@@ -247,13 +247,13 @@ class LinkRunner:
         begin = time.perf_counter()
         try:
             self._start_placing([write for _, write in writes], frozenset(request for request, _ in writes))
-        except Exception as error:  # it would end the engine; now it ends these requests
+        except Exception as error:  # if raised it would end the engine; this way it ends only these requests
             for request in {request for request, _ in writes}:
                 self._fail(request, error)
             return
         seconds = time.perf_counter() - begin
         total = sum(write.count for _, write in writes)
-        for request, write in writes:  # all were placed together: a request's share is that of its tokens
+        for request, write in writes:  # placed together: divide the time by tokens
             share = seconds * write.count / total
             if request in self.report.placed:
                 self.report.placed[request] += share
@@ -269,8 +269,8 @@ class LinkRunner:
             self._placement = Placement(self.paged, self.rotation, writes, self.staging)
 
     def place_layer(self, layer: int) -> None:
-        """Place what the step's links map in a decoder layer, which is about to attend (``Placement``). An error ends
-        the requests whose chunks are being placed; the rows of others do not see theirs."""
+        """Place the step's chunks in a decoder layer that is about to attend (``Placement``). An error ends the
+        requests whose chunks are being placed; other requests' rows do not see these chunks."""
         if self._placement is None:
             return
         try:
@@ -279,8 +279,8 @@ class LinkRunner:
             self._fail_placing(error)
 
     def end_placing(self) -> None:
-        """End the placing of a step whose forward is over. Layers that it has not asked for have attended to nothing,
-        which is an error. Safe to call twice."""
+        """End the placing of a step whose forward is over. If the forward did not ask for some layers, these attended
+        without their chunks, which is an error. Safe to call twice."""
         if self._placement is not None and not self._placement.done:
             self._fail_placing(RuntimeError("the forward did not ask for all layers"))
         self._placement = None
@@ -290,7 +290,7 @@ class LinkRunner:
         for request in self._placing:
             self._fail(request, error)
 
-    # what the attention backend and the model get
+    # inputs of the attention backend and the model
 
     def step_metadata(
         self, step: LinkStep, blocks: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
@@ -322,10 +322,10 @@ class LinkRunner:
         slots: torch.Tensor,
         positions: torch.Tensor,
     ) -> Any:
-        """Return the attention backend's metadata for rows of any requests.
+        """Return the attention backend's metadata for rows of any number of requests.
 
         Args:
-            owners: ``[rows]`` the row of ``blocks`` that is the request's, on the CPU.
+            owners: ``[rows]`` the row of ``blocks`` for each row's request, on the CPU.
             queries: ``[rows]`` int32 number of tokens that each row computes, on the CPU.
             ends: ``[rows]`` int32 sequence index at which each row ends, on the CPU.
             blocks: ``[requests, most blocks]`` int32, on the device.
@@ -353,8 +353,8 @@ class LinkRunner:
 
     @cached_property
     def _row_builder(self) -> Any:
-        """The backend's builder, with buffers for as many rows as a step has tokens. vLLM's own builder is made for
-        ``max_num_seqs`` rows, and captured graphs read its buffers."""
+        """The backend's metadata builder, with buffers for as many rows as a step has tokens. vLLM's own builder has
+        room for ``max_num_seqs`` rows only, and captured graphs read its buffers."""
         (group,) = self.attn_groups[0]
         config = copy(self.vllm_config)
         config.scheduler_config = deepcopy(config.scheduler_config)
@@ -368,11 +368,11 @@ class LinkRunner:
         """Add the images of links to those that vLLM gathered.
 
         Args:
-            embeds: ``[n, width]`` of each of vLLM's, in the order of the batch.
-            mask: ``[tokens]`` bool, on the CPU, where they go.
+            embeds: ``[n, width]`` of each image that vLLM gathered, in batch order.
+            mask: ``[tokens]`` bool, on the CPU: the tokens that they replace.
 
         Returns:
-            The same for both.
+            ``embeds`` and ``mask`` with the images of links included.
         """
         if self._step is None:
             return embeds, mask
@@ -394,7 +394,7 @@ class LinkRunner:
 
 
 def _reason(error: Exception) -> EndReason:
-    """Return why a request ends whose chunk could not be placed."""
+    """Return the fault that ends a request whose chunk could not be placed."""
     code = "internal_error"
     if isinstance(error, (CorruptFile, OSError)):
         code = "missing" if isinstance(error, FileNotFoundError) else "corrupt"

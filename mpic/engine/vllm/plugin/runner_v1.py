@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 class WithoutFullGraphs:
     """vLLM's dispatcher of captured graphs for a step with links. A full graph has one row of attention per request;
-    the pieces of a piecewise one have no attention in them and are used as always.
+    the pieces of a piecewise graph contain no attention and are used as always.
 
-    ``invalid_modes`` is how vLLM itself leaves full graphs out for a batch (encoder outputs, spec decoding); its model
-    runner has no argument that would ask for it.
+    vLLM itself excludes full graphs for a batch through ``invalid_modes`` (encoder outputs, spec decoding), but its
+    model runner has no argument for that.
     """
 
     def __init__(self, dispatcher: CudagraphDispatcher) -> None:
@@ -65,7 +65,7 @@ class LinkRunnerV1(LinkRunner):
             return super().execute_model(*args, **options)
         finally:
             self.end_placing()
-            self._step = None  # what vLLM runs between steps (warm-up, idle ranks) has no links
+            self._step = None  # runs between steps (warm-up, idle ranks) have no links
 
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
@@ -81,12 +81,12 @@ class LinkRunnerV1(LinkRunner):
                 positions = self.positions[: int(num_scheduled_tokens.sum())]
                 batch.block_table.compute_slot_mapping(batch.num_reqs, query_start, positions)
             for _, offset, link, tokens in step.links:
-                if link.shared:  # its slots are those of vLLM's sequence, its positions those of the prompt
+                if link.shared:  # slots follow vLLM's sequence, positions the prompt
                     self.positions[offset : offset + len(tokens)] = torch.from_numpy(tokens)
         return prepared
 
     def _move(self, linked: LinkedRequest) -> None:
-        """Replace ids and positions of the scheduled tokens by those of the computed ones."""
+        """Replace the ids and positions of scheduled tokens by those of the computed tokens."""
         row, offset, link, tokens = linked
         index = torch.from_numpy(tokens)
         batch = slice(offset, offset + len(tokens))

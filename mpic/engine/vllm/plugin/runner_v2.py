@@ -1,7 +1,7 @@
 """Links in vLLM's second model runner (``vllm.v1.worker.gpu.model_runner``), its default on GPUs.
 
-It keeps the requests' state on the device and leaves what depends on the model to a ``ModelState``, so links are put
-into three classes: the runner, its model state and the state's encoder runner. Like vLLM's CPU build of this runner,
+It keeps the requests' state on the device and leaves model-specific work to a ``ModelState``, so links are mixed into
+three classes: the runner, its model state and the state's encoder runner. Like vLLM's CPU build of this runner,
 this module uses torch alone: its Triton kernels are vLLM's own.
 """
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class WithoutFullGraphs:
-    """vLLM's manager of captured graphs for a step with links: a full graph has one row of attention per request, the
-    pieces of a piecewise one have no attention in them.
+    """vLLM's manager of captured graphs for a step with links: a full graph has one row of attention per request, while
+    the pieces of a piecewise graph contain no attention.
 
-    A link's step is no uniform batch and its queries have no bound, so full graphs of decoding steps are never
-    compatible with it. In mode ``FULL`` there are full graphs of other steps; they are left out here.
+    A step with links is not a uniform batch and its queries have no bound, so full graphs of decoding steps never match
+    it. In mode ``FULL`` there are full graphs of other steps, too; this class excludes them.
     """
 
     def __init__(self, manager: CudaGraphManager) -> None:
@@ -99,8 +99,8 @@ class LinkEncoderRunner(EncoderRunner):
 class LinkRunnerV2(LinkRunner):
     """A mixin for ``GPUModelRunner``, and for the ``CPUModelRunner`` that derives from it.
 
-    vLLM forgets a request that it preempts and adds it again. By then all of it may be in the prefix cache, and it is
-    no longer a link; its M-RoPE positions are kept until it ends.
+    vLLM forgets a request that it preempts and adds it again. By then all of it may be in the prefix cache, so that it
+    is no longer a link; its M-RoPE positions are kept until it ends.
     """
 
     _blocks: dict[str, list[int]]
@@ -161,7 +161,7 @@ class LinkRunnerV2(LinkRunner):
         answer = torch.arange(positions.shape[1], length) + delta
         positions = torch.cat([positions, answer.expand(len(positions), -1)], 1)
         number = self.req_states.req_id_to_index[request]
-        # they are in host memory that the device maps, so the device should write them, in the order of its stream
+        # they are in host memory that the device maps, so let the device write them in stream order
         self.model_state.rope_state.update_prefill_positions(number, positions.to(self.device), delta)
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:

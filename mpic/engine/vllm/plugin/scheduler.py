@@ -1,12 +1,11 @@
-"""vLLM's scheduler with six additions: users take turns (``turns``), a request that the connector gives up ends with
-an error that states the reason, every output of a link carries the connector's report, an image that is compiled stays
-encoded until its request ends, an answer that goes on in a new request goes on in its grammar, and the connector hears
-of a preemption while vLLM still looks for blocks.
+"""vLLM's scheduler with six additions: users take turns (``turns``); a request that the connector gives up ends with an
+error that states the reason; every output of a link carries the connector's report; an image that is compiled stays
+encoded until its request ends; an answer that continues in a new request continues in its grammar; and the connector
+learns of a preemption while vLLM is still looking for blocks.
 
 A KV connector can end requests only through failed blocks, after a step that computed them, and vLLM's output then
-carries no reason. A report that came with the last output alone would be lost to a caller who has seen enough and
-aborts; one that came once would be lost when vLLM merges outputs, of which it keeps the last one's. Everything else is
-vLLM's.
+carries no reason. A report in the last output alone would be lost if the caller has seen enough and aborts; a report
+sent only once would be lost when vLLM merges outputs, because it keeps that of the last. Everything else is vLLM's.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class LinkScheduler(Scheduler):
         )
         aside = [request for request in self.running if request.request_id in held]
         self.running = [request for request in self.running if request.request_id not in held]
-        self.max_num_active_reqs -= len(aside)  # they keep their places
+        self.max_num_active_reqs -= len(aside)  # they keep their positions in the queue
         try:
             scheduled = super().schedule(*args, **options)
         finally:
@@ -87,7 +86,7 @@ class LinkScheduler(Scheduler):
                 continue
             answered = request.sampling_params.extra_args.pop(
                 ANSWERED, 0
-            )  # once: a preempted request keeps its grammar
+            )  # only once, because a preempted request keeps its grammar
             if answered:
                 tokens = list(request.prompt_token_ids[-answered:])
                 request.structured_output_request.grammar.accept_tokens(name, tokens)
@@ -95,9 +94,9 @@ class LinkScheduler(Scheduler):
 
     def _free_encoder_inputs(self, request: Request) -> None:
         """Keep the image of a compile order, whose embeddings are exported with the last token of the prompt: a step
-        may end between the two, and the next one could evict an image that nobody holds. vLLM gives up what a request
-        holds when the request ends or is preempted. Only a request with one image may hold it while others wait for
-        room, because it needs no more room itself."""
+        may end between the two, and the next one could evict an image that nobody holds. vLLM releases a request's
+        images when the request ends or is preempted. Only a request with a single image may hold it while others wait
+        for room, because it needs no further room itself."""
         params = request.kv_transfer_params
         ordered = isinstance(params, Mapping) and params.get(FIELD) is not None
         if not ordered or len(request.mm_features) != 1:

@@ -1,9 +1,9 @@
 """The self-test of a worker's cache, run on every device when the engine starts.
 
-It writes known keys and values through the very path that a link takes, and checks three things. They are read back as
-they were; a moved key is the one that vLLM's own rotary embedding computes at the new position; the attention backend
-computes with what was written, and, where chunks are shared, turns its query as keys would have been moved. No list of
-devices, kernels and layouts could say so.
+It writes known keys and values through the same path as a link, and checks three properties: they read back unchanged;
+a moved key equals the one that vLLM's own rotary embedding computes at the new position; and the attention backend
+computes with the written values and, where chunks are shared, rotates its query as keys would have been moved. No list
+of devices, kernels and layouts could guarantee that.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     from mpic.engine.vllm.plugin.runner import LinkRunner
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}
-"""Largest difference of values up to ``_USUAL``; of larger ones, which are rounded to fewer places, as much more."""
+"""Maximum difference of values up to ``_USUAL``; for larger values, which are rounded more coarsely, it grows in
+proportion."""
 _USUAL = 2.0
 ATTENTION_IN_TF32 = 1e-2
-"""The same for what a GPU's attention gives in float32. Triton multiplies float32 in TF32 on GPUs that have it, which
-cuts operands to 10 bits: up to 4e-3 here, while a single token that attention misses is more than 5e-2."""
+"""The same for the result of a GPU's attention in float32. Triton multiplies float32 in TF32 on GPUs that have it,
+which cuts operands to 10 bits: errors reach 4e-3 here, while a single token that attention misses changes the result by
+more than 5e-2."""
 MOVE = 37
 """Positions by which the tested keys move."""
 
@@ -40,13 +42,13 @@ MOVE = 37
 def self_test(runner: LinkRunner, sharing: bool = False) -> None:
     """Test the path of a chunk into the paged cache and to the attention kernel.
 
-    The cache must hold nothing yet; it is cleared afterwards.
+    The cache must still be empty; it is cleared afterwards.
 
     Args:
-        sharing: the attention backend maps resident chunks, too.
+        sharing: True if the attention backend maps resident chunks as well.
 
     Raises:
-        ModelRefused: the device does not compute with what was written through the path of a link.
+        ModelRefused: the device does not compute with the values written through the path of a link.
     """
     paged = runner.paged
     tokens = 2 * paged.block + 3
@@ -85,7 +87,7 @@ def _writes(runner: LinkRunner, kv: torch.Tensor, blocks: torch.Tensor) -> list[
     the rest, then those between."""
     paged, tokens = runner.paged, kv.shape[3]
     if not paged.on_cpu:
-        kv = runner.staging.copies.buffer(kv.shape, kv.dtype).copy_(kv)  # page-locked, as chunks are
+        kv = runner.staging.copies.buffer(kv.shape, kv.dtype).copy_(kv)  # page-locked, like chunks
     first = slice(0, paged.block)
     writes = [PagedWrite(kv, first, paged.block, MOVE, paged.slots(blocks, torch.arange(paged.block)))]
     for start in (paged.block, paged.block + 1):
@@ -116,7 +118,8 @@ def _rotated(runner: LinkRunner, keys: torch.Tensor, first: int) -> torch.Tensor
 
 
 def _attend(runner: LinkRunner, blocks: torch.Tensor, kv: torch.Tensor, dtype: torch.dtype) -> None:
-    """Compare the backend's attention of one query, the last token's, over the written cache with the definition."""
+    """Compare the backend's attention for one query, that of the last token, over the written cache with the
+    definition."""
     tokens = kv.shape[3]
     device = runner.device
     limit = ATTENTION_IN_TF32 if dtype == torch.float32 and not runner.paged.on_cpu else None

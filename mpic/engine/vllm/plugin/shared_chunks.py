@@ -1,18 +1,18 @@
-"""Chunks that lie in vLLM's own paged cache once for all requests that map them: the scheduler's side (MEPIC, 3.2).
+"""Chunks kept once in vLLM's own paged cache for all requests that map them: the scheduler's side (MEPIC, section 3.2).
 
 A *resident* chunk has blocks of its own, from its first token on, with keys as they were compiled. Requests map it in
 place (``span_attention``), whatever their policies and wherever it stands in their prompts; vLLM's sequence of such a
-request is its own tokens alone.
+request holds only the request's own tokens.
 
 While requests map a chunk, its blocks are held (``ref_cnt``). Afterwards they join the tail of vLLM's free queue: they
 count as free and stay readable, and when vLLM takes one of them, the chunk is resident no longer. So chunks, prefixes
-and running requests share one memory, and the least recently used goes first.
+and running requests share one memory, from which the least recently used blocks are evicted first.
 
-Nothing can wait in a circle. A request pins all of its chunks or none, before vLLM allocates its own blocks, and keeps
-them only if vLLM admits it in the same step (``end_step``); so waiting requests hold nothing. Where the first one that
-could start finds too few blocks, nobody behind it starts in that step (``short``). A preempted request gives its pins
-up at once, in the same loop of vLLM's that looks for blocks. And a request whose chunks and own tokens together are
-more than the cache is refused when it arrives, so that every other one can run alone.
+Requests cannot deadlock. A request pins all of its chunks or none, before vLLM allocates its own blocks, and keeps
+them only if vLLM admits it in the same step (``end_step``); so waiting requests hold nothing. If the first request that
+could start finds too few blocks, no request behind it starts in that step (``short``). A preempted request gives its
+pins up at once, in the same loop of vLLM's that looks for blocks. And a request whose chunks and own tokens together
+exceed the cache is refused on arrival, so that every admitted request could run alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ steps in which the first request that could start found too few blocks."""
 
 
 class ChunkName(NamedTuple):
-    """The name of a chunk in the cache: the digest of its key, and its tokens."""
+    """The identity of a chunk in the cache: the digest of its key, and its number of tokens."""
 
     key: str
     tokens: int
@@ -48,8 +48,8 @@ class ResidentChunk:
     """A chunk in the paged cache.
 
     Args:
-        file: what is known of its file: inputs and sink tokens, but no KV.
-        blocks: in order; the first token is the first of the first block.
+        file: the description of its file: inputs and sink tokens, but no KV.
+        blocks: its blocks in order; its first token is the first of the first block.
         source: its KV in host memory, until workers have been told to load it.
         users: requests that pin it.
     """
@@ -70,14 +70,14 @@ def name_of(ref: ChunkRef) -> ChunkName:
 
 
 class SharedChunks:
-    """The resident chunks of an engine; see the module.
+    """The resident chunks of an engine; see the module's docstring.
 
     Args:
         pool: vLLM's blocks.
-        block: tokens of a block.
+        block: tokens per block.
 
     Attributes:
-        short: True from the time at which a request found too few blocks until the step ends.
+        short: True from when a request finds too few blocks until the step ends.
         counters: see ``COUNTED``.
     """
 
@@ -93,8 +93,8 @@ class SharedChunks:
         return -(-tokens // self._block)
 
     def room(self) -> int:
-        """Return the blocks that one request can have at most."""
-        return self._pool.num_gpu_blocks - 1  # one is vLLM's own
+        """Return the maximum number of blocks for one request."""
+        return self._pool.num_gpu_blocks - 1  # vLLM keeps one block for itself
 
     def find(self, ref: ChunkRef) -> ResidentChunk | None:
         return self._resident.get(name_of(ref))
@@ -119,15 +119,15 @@ class SharedChunks:
         """Pin the chunks of a request, all or none of them; return False if there are too few blocks.
 
         Args:
-            wanted: the chunks that it maps, with their KV in host memory where they are not resident.
-            hits: blocks that vLLM has found for it in the prefix cache. It holds them only when it admits the request,
-                and they must not be taken for a chunk before that.
+            wanted: the chunks that it maps; those that are not resident have their KV in host memory.
+            hits: blocks that vLLM has found for it in the prefix cache. vLLM holds them only once it admits the
+                request, so until then they must not be used for a chunk.
         """
         self._pool.touch(hits)
         try:
             return self._pin(request, wanted)
         finally:
-            self._pool.free_blocks(reversed(hits))  # as vLLM frees them: the last one goes first
+            self._pool.free_blocks(reversed(hits))  # in vLLM's order: the last block first
 
     def _pin(self, request: str, wanted: Sequence[tuple[ChunkRef, CachedFile | None]]) -> bool:
         self.release(request)
@@ -162,17 +162,17 @@ class SharedChunks:
             one.users -= 1
             if one.users:
                 continue
-            if one.source is not None:  # it has not been loaded, and never will be
+            if one.source is not None:  # it was never loaded, and never will be
                 self._drop(one)
                 self._pool.free_blocks(one.blocks)
             elif self._resident.get(one.name) is one:
                 self._pool.unpin_blocks(one.blocks, partial(self._taken, one))
-            else:  # forgotten meanwhile
+            else:  # forgotten in the meantime
                 self._pool.free_blocks(one.blocks)
 
     def end_step(self, admitted: Collection[str]) -> list[ChunkFill]:
-        """Release what requests have pinned in this step that vLLM did not admit; return the chunks that workers must
-        load before the step computes."""
+        """Unpin the chunks of requests that vLLM did not admit in this step; return the chunks that workers must load
+        before the step computes."""
         for request in self._tried:
             if request not in admitted:
                 self.release(request)
@@ -199,7 +199,7 @@ class SharedChunks:
             del self._resident[one.name]
 
     def _taken(self, one: ResidentChunk, block: KVCacheBlock) -> None:
-        """Forget a chunk one of whose blocks vLLM gives to somebody else. The others follow when their turn comes."""
+        """Forget a chunk when vLLM reuses one of its blocks. Its other blocks stay free until vLLM takes them, too."""
         if self._resident.get(one.name) is one:
             self.counters["evicted"] += 1
         self._drop(one)

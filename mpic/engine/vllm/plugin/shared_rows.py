@@ -17,7 +17,7 @@ class SpanMetadata:
 
     Args:
         stock: vLLM's own metadata of the other rows; None if every row maps chunks.
-        index: ``[m]`` int64 numbers of those in the step.
+        index: ``[m]`` int64 indices of the other tokens in the step.
         shared: the rows that map chunks, by request.
     """
 

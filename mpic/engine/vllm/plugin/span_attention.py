@@ -1,9 +1,9 @@
-"""Attention over resident chunks, as a backend of vLLM's that takes the place of ``CPU_ATTN`` (MEPIC, 3.3.3).
+"""Attention over resident chunks, as a vLLM attention backend that replaces ``CPU_ATTN`` (MEPIC, section 3.3.3).
 
 Rows of plain requests go to vLLM's own forward. Rows of links that map resident chunks attend to their own tokens,
 which are vLLM's sequence, and to spans of chunks, which lie in the same cache with keys as they were compiled: for each
-span the query is rotated by minus its base (``mpic.kernels.attention``). Both write into the same output. In a step
-without such links, the backend is vLLM's.
+span the query is rotated by minus its base (``mpic.kernels.attention``). Both write into the same output. A step
+without such links runs vLLM's backend unchanged.
 
 The spans are read in place by a kernel in C (``mpic.kernels.paged_spans``), or, where it cannot be built, gathered by
 torch, slowly.
@@ -32,11 +32,11 @@ from mpic.kernels.paged_spans import PagedSpans, SharedRows
 
 logger = init_logger(__name__)
 SCORES = 1 << 24
-"""Scores that are held at once."""
+"""Maximum scores held at once."""
 
 
 class SpanAttentionBackend(CPUAttentionBackend):
-    """See the module. It keeps vLLM's name, because it takes its place."""
+    """See the module's docstring. It keeps the name of vLLM's backend, because it replaces that."""
 
     @staticmethod
     def get_impl_cls() -> type[SpanAttention]:
@@ -96,12 +96,12 @@ class SpanAttention(CPUAttentionBackendImpl):
 
 
 def is_ours(layer: Any) -> bool:
-    """Return whether an attention layer of vLLM's maps resident chunks."""
+    """Return whether one of vLLM's attention layers maps resident chunks."""
     return isinstance(layer.impl, SpanAttention)
 
 
 def register(sharing: bool) -> None:
-    """Have vLLM take this backend for attention on CPUs, or its own again. Called before the model is made."""
+    """Make vLLM use this backend for attention on CPUs, or its own again. Call this before the model is created."""
     backend = AttentionBackendEnum.CPU_ATTN
     if sharing:
         register_backend(backend, f"{__name__}.{SpanAttentionBackend.__name__}")
@@ -162,8 +162,8 @@ def _read(cache: torch.Tensor, blocks: np.ndarray, lo: int, hi: int) -> tuple[to
 def _scores(
     queries: torch.Tensor, parts: Sequence[Any], index: int, scale: float
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield, for each part, the scores ``[kv_heads, group * n, tokens]`` of ``queries [heads, n, head_dim]``, the first
-    of which has ``index`` in its sequence, and which of them are hidden."""
+    """Yield, for each part, the scores ``[kv_heads, group * n, tokens]`` of ``queries [heads, n, head_dim]``, and the
+    mask of hidden scores. ``index`` is the sequence index of the first query."""
     heads, n, width = queries.shape
     places = torch.arange(index, index + n)[:, None]
     for (keys, _), span in parts:

@@ -22,8 +22,8 @@ class EndReason(NamedTuple):
 
     @classmethod
     def of(cls, error: Exception, code: str, message: str) -> EndReason:
-        """Return the reason of an error. Short memory has its own code, whatever failed for it, because the caller may
-        try again."""
+        """Return the fault for an error. Lack of memory has a code of its own, whatever operation failed, because the
+        caller may try again."""
         short = isinstance(error, OutOfMemory) or is_exhaustion(error)
         return cls(OutOfMemory.code if short else code, message)
 
@@ -44,8 +44,8 @@ class LinkStart:
     Args:
         length: tokens of its prompt.
         hit: tokens found in the prefix cache; nothing before them is written.
-        rows: half-open ranges that are computed, as in ``wire.LinkOrder``.
-        chunks: chunks whose tokens are mapped or whose embeddings are needed.
+        rows: half-open ranges that are computed, as in ``wire.LinkOrder``. chunks: chunks whose tokens are mapped or
+        whose embeddings are needed.
     """
 
     length: int
@@ -78,8 +78,8 @@ class SharedStart:
     Args:
         length: tokens of its prompt, of which ``rows`` are vLLM's whole sequence.
         rows: half-open ranges that are computed, as in ``wire.LinkOrder``.
-        spans: what it maps, in prompt order.
-        chunks: all of the order's; their KV is not read from here.
+        spans: the mapped parts of chunks, in prompt order.
+        chunks: all chunks of the order; their KV is not read from this message.
     """
 
     length: int
@@ -129,7 +129,7 @@ class StepReport(KVConnectorWorkerMetadata):
     """The results of one worker in one step, by request id.
 
     Args:
-        placed: links whose chunks are all in the paged cache since this step, with the seconds that took.
+        placed: links whose chunks are all in the paged cache as of this step, with the seconds spent on placing them.
         faults: requests that must end.
         lost: blocks of chunks that could not be loaded, with the reason why.
     """

@@ -1,15 +1,14 @@
-"""Cutting chunks into transfers to a GPU.
+"""Cuts chunks into transfers to a GPU.
 
-Torch copies host memory to a device by the copy engine, beside everything else, only from one contiguous range to
-another. Anything strided it first gathers on the host, into pageable memory, and then nothing is asynchronous any more
+Torch uses the copy engine, in parallel with all other work, only between contiguous ranges of host and device memory.
+It first gathers strided data on the host, in pageable memory, and the copy is then no longer asynchronous
 (``copy_requires_temporaries`` in ATen's Copy.cu; CUDA's strided copies, which torch has tried instead, are a thousand
-times slower for some shapes). And the linked tokens of a chunk are seldom all of its tokens: mpic-K leaves out
-the first K, other policies some here and there. They lie apart in ``[layers, 2, heads, n, head_dim]``, once for each
-head.
+times slower for some shapes). And links seldom map all tokens of a chunk: mpic-K leaves out the first K, other policies
+scattered tokens. The linked tokens then form separate ranges in ``[layers, 2, heads, n, head_dim]``, for each head.
 
-So contiguous ranges cross, with tokens among them that nobody linked, and the device picks the linked ones. How many
-such tokens may cross is bounded by what they cost: skipping them takes another copy for every head, and the host starts
-one in the time in which some hundred kilobytes cross. Where fewer bytes than that lie between, they cross too.
+So contiguous ranges are copied, unlinked tokens included, and the device picks the linked ones. Cost decides how many
+unlinked tokens are copied: skipping a gap takes another copy for every head, and starting a copy takes as long as
+transferring some hundred kilobytes. Smaller gaps are copied, too.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ class TransferSizes(NamedTuple):
     """Bounds of transfers.
 
     Args:
-        most: bytes of the largest.
-        least: bytes that one has at least where there are so many. Smaller ones would begin earlier and cost more
+        most: bytes of the largest transfer.
+        least: minimum bytes of a transfer, if there are that many. Smaller transfers would begin earlier but cost more
             launches.
-        gap: bytes of a head that cross without being linked rather than being skipped.
+        gap: maximum bytes of a head that are copied unlinked rather than skipped.
     """
 
     most: int = 64 << 20
@@ -41,10 +40,10 @@ class Transfer(NamedTuple):
     """A part of a write: some of this worker's layers and some of its tokens.
 
     Args:
-        layers: by number.
+        layers: numbers of the layers.
         picks: numbers of the tokens that it places among those of the write.
         span: tokens of the chunk from the first of them to the last.
-        crossing: tokens of the chunk that cross: ``span``, or all.
+        crossing: tokens of the chunk that are copied: ``span``, or all.
     """
 
     write: PagedWrite
@@ -55,7 +54,7 @@ class Transfer(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of what crosses: ``[layers, 2, heads, crossing, head_dim]``."""
+        """The shape of the copied tensor: ``[layers, 2, heads, crossing, head_dim]``."""
         two, heads, _, width = self.write.kv[0].shape
         return len(self.layers), two, heads, len(self.crossing), width
 
@@ -112,7 +111,7 @@ def _span(write: PagedWrite, picks: range) -> range:
 
 
 def _between(write: PagedWrite, picks: range, lo: int, hi: int) -> range:
-    """Return those of some picks that are tokens from ``lo`` to ``hi`` of the chunk."""
+    """Return the picks that are tokens ``lo`` to ``hi`` of the chunk."""
     if isinstance(write.tokens, slice):
         return range(lo - write.tokens.start, hi - write.tokens.start)
     first, last = torch.searchsorted(write.tokens, torch.tensor([lo, hi])).tolist()

@@ -43,8 +43,8 @@ def find(model: nn.Module) -> list[tuple[torch.Tensor, bool]]:
 
 
 def rotated(rotary: nn.Module, keys: torch.Tensor, first: int) -> torch.Tensor:
-    """Rotate ``keys [heads, n, width]`` to positions from ``first`` on, as the model's attention does. Of wider keys
-    than the embedding turns, the first dimensions are turned.
+    """Rotate ``keys [heads, n, width]`` to positions from ``first`` on, as the model's attention does. If keys are
+    wider than the embedding, only their first dimensions are rotated.
 
     Raises:
         ModelRefused: the function is missing, or wants other arguments.

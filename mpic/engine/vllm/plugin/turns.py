@@ -1,4 +1,4 @@
-"""Orders vLLM's requests so that users take turns at the rows of a step. vLLM's own order is that of arrival."""
+"""Orders vLLM's requests so that users take turns at the rows of a step; vLLM's own order is by arrival."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 CREDIT = 8
-"""Steps whose rows a user may have had less than another and still get first. Whoever comes has had that much less."""
+"""Maximum lag of a user behind the user with the most rows, in steps' worth of rows. A new user starts with the full
+lag, and so goes first."""
 
 
 def user_of(request: Request) -> str:
-    """Return whose request it is."""
+    """Return the user of a request."""
     params = request.sampling_params
     return str(((params and params.extra_args) or {}).get(USER, ""))
 
@@ -27,10 +28,10 @@ def is_prefill(request: Request) -> bool:
 
 
 class RowTurns:
-    """Rows that users who have requests now have had.
+    """Counts the rows that users with requests have received.
 
     Args:
-        rows: of a step.
+        rows: maximum rows of a step.
     """
 
     def __init__(self, rows: int) -> None:
@@ -39,8 +40,8 @@ class RowTurns:
         self._tried: set[str] = set()
 
     def begin(self, running: Iterable[Request], waiting: Iterable[Request]) -> Callable[[Request], int]:
-        """Begin a step; return the key by which requests are sorted: first come those of the user who has had
-        least."""
+        """Begin a step; return the key by which requests are sorted: requests of the user with the fewest rows come
+        first."""
         users = dict.fromkeys(map(user_of, (*running, *waiting)))
         had = {user: self._had[user] for user in users if user in self._had}
         most = max(had.values(), default=0)
@@ -49,9 +50,9 @@ class RowTurns:
         return lambda request: self._had[user_of(request)]
 
     def limit(self, running: list[Request], waiting: list[Request]) -> tuple[int, set[str]]:
-        """Return the most rows of a step that one prompt may take, 0 for any, and prompts that take none. While users
-        have prompts beside each other, answers keep their rows. Once for each request of a user who has nothing
-        running, those who have had more leave the step to it; if it cannot start then, it has a share like the
+        """Return the maximum rows of a step for one prompt (0: no limit), and the ids of prompts that get none. While
+        several users have prompts, answers keep their rows. A new request of a user with nothing running gets one step
+        without the prompts of users who have had more rows; if it cannot start then, it gets a share like the
         others."""
         prompts = [request for request in running if is_prefill(request)]
         present = set(map(user_of, running))
@@ -66,6 +67,6 @@ class RowTurns:
         return max(1, left // (len(prompts) + 1)) if new else left, set()
 
     def end(self, scheduled: Mapping[str, int], requests: Mapping[str, Request]) -> None:
-        """Count the rows that requests have been given."""
+        """Count the rows given to requests."""
         for id, rows in scheduled.items():
             self._had[user_of(requests[id])] += rows

@@ -1,5 +1,5 @@
-"""A process of vLLM ends when the process that started it has been killed, because nothing else would end it. It
-ignores Ctrl-C, which a terminal sends to both: the process that started it ends it."""
+"""Ends a vLLM process when the process that started it has been killed, because nothing else would end it. The vLLM
+process ignores Ctrl-C, which a terminal sends to both; its parent ends it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import threading
 import time
 
 SECONDS = 1.0
-"""Time between two looks at the parent."""
+"""Seconds between checks of the parent."""
 PATIENCE = 10.0
 """Seconds that the process has for an orderly end."""
 
 
 def end_with_parent(parent: int) -> None:
-    """Watch the parent of this process from a thread, and end this process when the parent is gone. A process that
-    was started by another one (a Ray actor) is left alone."""
+    """Watch the parent of this process from a thread, and end this process when the parent is gone. A process with
+    another parent (a Ray actor) is left alone."""
     if os.getppid() not in (parent, 1):  # 1: the parent is gone already
         return
     threading.Thread(target=_watch, args=(parent,), name="mpic-parent", daemon=True).start()

@@ -48,7 +48,7 @@ class LinkWorker(PlatformWorker):
         if current_platform.is_cpu():
             span_attention.register(self._sharing)
         if vllm_config.kv_transfer_config.kv_connector_extra_config.get("parent"):
-            end_with_parent(os.getppid())  # nothing else ends a worker that waits in a collective
+            end_with_parent(os.getppid())  # nothing else would end a worker that waits in a collective
             leave_interrupts_to(os.getppid())
         super().__init__(vllm_config, *args, **kwargs)
 
@@ -69,7 +69,7 @@ class LinkWorker(PlatformWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         adapter = adapter_of(self.vllm_config)
-        if adapter is not None and get_pp_group().is_first_rank:  # other stages embed nothing
+        if adapter is not None and get_pp_group().is_first_rank:  # other pipeline stages have no embeddings
             install(self.model_runner.language_model, adapter)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
@@ -98,7 +98,7 @@ class LinkWorker(PlatformWorker):
         connector.attach(runner)
 
     def key_rotation(self) -> tuple[list[float], bool]:
-        """Return the rotary frequencies that keys move with, and whether neighbouring dimensions turn together."""
+        """Return the rotary frequencies by which keys move, and whether neighbouring dimensions rotate together."""
         rotation = self.model_runner.rotation
         return rotation.frequencies.tolist(), rotation.interleaved
 
