@@ -2,9 +2,9 @@
 
 60 MB of JSON can become a hundred million objects. Therefore a text is scanned first, in slices and by numpy, which
 lets other threads run: the scan counts its values, their depth, and the length of its strings. A text of one slice
-whose bytes alone show that it is within the bounds is not scanned. Then pydantic's parser reads it at once; 60 MB of data
-URLs take it some 40 ms, in which no other thread runs. The result is that of ``json.loads``, except that halves of surrogate
-pairs are refused: no tokenizer takes them, and no response can hold them.
+whose bytes alone show that it is within the bounds is not scanned. Then pydantic's parser reads it at once; 60 MB of
+data URLs take it some 40 ms, in which no other thread runs. The result is that of ``json.loads``, except that halves
+of surrogate pairs are refused: no tokenizer takes them, and no response can hold them.
 """
 
 from __future__ import annotations

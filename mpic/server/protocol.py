@@ -20,7 +20,7 @@ import socket
 import struct
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 from urllib.parse import unquote
 
 import h11
@@ -36,8 +36,6 @@ from mpic.server.connections import Connections, addresses
 
 FIELD_BYTES = 32
 """Bytes that a header field counts in addition to its name and value, as in HTTP/2."""
-READ_BYTES = 16 << 10
-"""Bytes that are parsed at a time: the parser is in Python, and a body in tiny chunks takes it many steps a byte."""
 UNSENT_BYTES = 16 << 10
 """Bytes that the kernel takes ahead of what it can send; with more, a slow reader's progress would be seen late."""
 DRAINED = 48 << 10
@@ -64,7 +62,6 @@ class ClientConnection(asyncio.BufferedProtocol):
         self.host = self.network = ""
         # a request's scope begins with this state, by which ``FrontDoor`` finds the connection
         self._inner = H11Protocol(app_state={**app_state, "connection": self}, **uvicorn)
-        self._buffer = bytearray(READ_BYTES)
         self._scope: Scope | None = None  # of the newest request
         self._known = self._sent = self._answering = self._answered = self._refused = False
         self._unread_body = False  # the application has not received the whole body of the newest request
@@ -155,14 +152,14 @@ class ClientConnection(asyncio.BufferedProtocol):
         self._inner.resume_writing()
 
     def get_buffer(self, sizehint: int) -> bytearray:
-        return self._buffer
+        return self.registry.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
         if self._refused:
             return
         self._begun = self._sent = True
         try:
-            self._inner.data_received(bytes(self._buffer[:nbytes]))
+            self._inner.data_received(bytes(self.registry.buffer[:nbytes]))
         except h11.LocalProtocolError:  # what follows is not HTTP, and the answer has begun
             self.transport.abort()
         if self.transport.is_closing():  # uvicorn refuses it
@@ -239,7 +236,7 @@ class ClientConnection(asyncio.BufferedProtocol):
     def _refuse(self, error: MPICError, linger: bool = True) -> None:
         """End the connection, with an error response if the client cannot mistake it for another answer."""
         expected = self._begun and not (self._answering or self._unread_body)
-        self._refused, self._waited = True, 0.0
+        self._refused, self._begun, self._waited = True, False, 0.0
         if not expected or self.transport.get_write_buffer_size():
             self.transport.abort()
             return
@@ -265,14 +262,17 @@ class FrontDoor:
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
-        self.app = ProxyHeadersMiddleware(app, [str(network) for network in proxies(config)])
+        trusted = [str(network) for network in proxies(config)]
+        self.app = cast(
+            ASGIApp, ProxyHeadersMiddleware(cast(Any, app), trusted)
+        )  # uvicorn has types of its own
         self.most = config.max_header_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         connection: ClientConnection = scope["state"].pop("connection")
-        app: ASGIApp = self.app
+        app = self.app
         if error := self._refuse(scope):
             reason = "headers_too_large" if isinstance(error, HeadersTooLarge) else "invalid_http"
             connection.registry.closed[reason] += 1
@@ -290,7 +290,7 @@ class FrontDoor:
             return HeadersTooLarge(
                 f"the header of the request is larger than {self.most:,} bytes", limit_bytes=self.most
             )
-        fields = {name: value for name, value in headers}
+        fields = dict(headers)
         if version not in ("1.0", "1.1"):
             return InvalidHTTP(f"HTTP/{version} is not spoken here; send HTTP/1.1")
         if scope["method"] == "CONNECT":

@@ -179,6 +179,15 @@ def test_answers_that_are_not_read_to_their_end_are_given_up(large, front):
         reader.close()
 
 
+def test_an_answer_whose_end_is_not_read_is_given_up_although_the_application_has_finished(front):
+    """Its last bytes wait for the reader when uvicorn closes the connection."""
+    before = front.closed()
+    reader = front.connect(receive_buffer=4096)
+    reader.head("GET /openapi.json", "Connection: close")
+    assert eventually(lambda: gone_up(front, before, "send_timeout")) and front.settled()
+    reader.close()
+
+
 def test_an_answer_that_is_read_slowly_but_steadily_arrives(large, front):
     before, (id, content) = front.closed(), large
     reader = front.connect(receive_buffer=1 << 16)
