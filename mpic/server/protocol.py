@@ -15,12 +15,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import select
 import socket
 import struct
 from functools import partial
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Any
 from urllib.parse import unquote
 
 import h11
@@ -99,6 +100,7 @@ class ClientConnection(asyncio.BufferedProtocol):
             if self._patience is not None:
                 self._left -= seconds
                 if self._left < 0:
+                    self._left = math.inf  # once
                     self._patience.reschedule(0)
             elif not self.transport.is_reading() and self._has_hung_up():  # with requests behind this one
                 self.transport.abort()
@@ -194,9 +196,8 @@ class ClientConnection(asyncio.BufferedProtocol):
                 message = await receive()
         except TimeoutError:
             self.registry.closed["body_timeout"] += 1
-            self._late = RequestTimeout(
-                f"the body of the request did not arrive in {self.limits.body_seconds:g} s"
-            )
+            seconds = self.limits.body_seconds
+            self._late = RequestTimeout(f"the body of the request did not arrive in {seconds:g} s")
             raise self._late from None
         finally:
             self._patience = None
@@ -241,10 +242,8 @@ class ClientConnection(asyncio.BufferedProtocol):
             self.transport.abort()
             return
         body = json.dumps(error.body()).encode()
-        head = (
-            f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"
-        )
-        head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
+        head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
         self.transport.write(head.encode() + body)
         if linger:
             self.transport.write_eof()
@@ -262,17 +261,15 @@ class FrontDoor:
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
-        trusted = [str(network) for network in proxies(config)]
-        self.app = cast(
-            ASGIApp, ProxyHeadersMiddleware(cast(Any, app), trusted)
-        )  # uvicorn has types of its own
+        inner: Any = app  # uvicorn has types of its own for what Starlette calls ASGIApp
+        self.app: Any = ProxyHeadersMiddleware(inner, [str(network) for network in proxies(config)])
         self.most = config.max_header_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         connection: ClientConnection = scope["state"].pop("connection")
-        app = self.app
+        app: ASGIApp = self.app
         if error := self._refuse(scope):
             reason = "headers_too_large" if isinstance(error, HeadersTooLarge) else "invalid_http"
             connection.registry.closed[reason] += 1
