@@ -100,7 +100,7 @@ class ClientConnection(asyncio.BufferedProtocol):
             if self._patience is not None:
                 self._left -= seconds
                 if self._left < 0:
-                    self._left = math.inf  # once
+                    self._left = math.inf  # only once: in the midst of expiring it takes no other time
                     self._patience.reschedule(0)
             elif not self.transport.is_reading() and self._has_hung_up():  # with requests behind this one
                 self.transport.abort()

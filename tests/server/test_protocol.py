@@ -90,9 +90,10 @@ def told_to_continue(client):
     assert client.answer()[0] == 100
 
 
-def answered(client):
+def answered(client, then=b""):
     client.head("GET /v1/models")
     assert client.answer()[0] == 200
+    client.send(then)
 
 
 LENGTH = ("Content-Length: 100000", "Content-Type: application/json")
@@ -103,6 +104,7 @@ SLOW = {
     "line breaks": (lambda one: one.send(b"\r\n"), b"\r\n", INVALID, "invalid_http"),
     "nothing": (lambda one: None, b"", NOTHING, "header_timeout"),
     "nothing after an answer": (answered, b"", NOTHING, None),
+    "a field after an answer": (lambda one: answered(one, GET + b"x: "), b"y", LATE, "header_timeout"),
     "line breaks after an answer": (answered, b"\r\n", INVALID, "invalid_http"),
     "a body": (lambda one: one.head(CHAT, *LENGTH), b" ", LATE, "body_timeout"),
     "a body in chunks": (lambda one: one.head(CHAT, *CHUNKED), b"1\r\n \r\n", LATE, "body_timeout"),
@@ -382,13 +384,16 @@ def test_a_login_without_a_key_may_not_send_files(front, client):
 # ---- form
 
 
-def test_garbage_is_refused_with_a_code_and_without_a_line_in_the_log_for_each(front, caplog):
+def test_garbage_and_offers_of_other_protocols_take_no_line_of_the_log_each(front, caplog):
     with caplog.at_level(logging.INFO):
         for _ in range(30):
             one = front.connect()
             one.send(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
             assert one.refusal() == INVALID
-            one.close()
+            offering = front.connect()
+            offering.head("GET /v1/models", "Connection: Upgrade", "Upgrade: rubbish")
+            assert offering.answer()[0] == 200
+            offering.close()
     assert len(caplog.records) < 5
 
 
