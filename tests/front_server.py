@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import random
 import socket
-import termios
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -70,16 +68,6 @@ class Front:
     def settled(self, count: int = 0) -> bool:
         """Return whether exactly this many connections are open soon."""
         return eventually(lambda: len(self.connections) == count)
-
-    def has_read_all(self) -> bool:
-        """Return whether the server has taken everything that clients have sent from the kernel."""
-        for one in self.connections._all:
-            with suppress(OSError, ValueError):  # it has just been closed
-                if any(
-                    fcntl.ioctl(one.transport.get_extra_info("socket").fileno(), termios.FIONREAD, bytes(4))
-                ):
-                    return False
-        return True
 
 
 class Client:
@@ -151,7 +139,7 @@ class Client:
         return int(status[1]) if status else 0, json.loads(body) if body.startswith(b"{") else None
 
     def refusal(self) -> tuple[int, str]:
-        """Return status and code of an error, and close this end."""
+        """Return status and code of an error, and close this end. What is no HTTP gets a code from nobody."""
         status, body = self.answer()
         self.close()
         return status, body["error"]["code"] if body else ""

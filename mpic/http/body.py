@@ -16,17 +16,13 @@ def parse(body: bytes | bytearray, bounds: Bounds | None = None) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        BadRequest: it is not UTF-8, is nested too deeply, or holds half of a surrogate pair or a number with too many
-            digits.
+        BadRequest: it is not JSON in UTF-8, or holds half of a surrogate pair or a number with too many digits.
         TooMuch: it exceeds the bounds.
-        json.JSONDecodeError: it is not JSON.
     """
     try:
         return bounded_json.read(body, bounds or Bounds())
-    except (TooMuch, json.JSONDecodeError):
+    except TooMuch:
         raise
-    except RecursionError:
-        raise BadRequest("the body is nested too deeply") from None
     except UnicodeDecodeError as error:
         raise BadRequest(f"the body is not UTF-8: byte {error.start}") from None
     except ValueError as error:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -23,7 +23,7 @@ WAITING = b": waiting\n\n"
 def event(body: dict[str, Any], name: str = "") -> bytes:
     """Return an event. JSON has no raw line breaks, so one ``data:`` line is enough."""
     head = f"event: {name}\n".encode() if name else b""
-    return head + b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return head + b"data: " + to_json(body) + b"\n\n"
 
 
 class ClientDisconnected(Exception):

@@ -11,6 +11,7 @@ import asyncio
 import ipaddress
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
@@ -35,6 +36,8 @@ REASONS = (
     "unread_body",  # still sending a body after it was answered
 )
 """Why the server closes connections before their clients do. Connections that were idle for long are not counted."""
+READ_BYTES = 16 << 10
+"""Bytes that are parsed at a time: the parser is in Python, and a body in tiny chunks takes it many steps a byte."""
 LOG_SECONDS = 10.0
 MOST_TICK = 0.5
 log = logging.getLogger("mpic.server")
@@ -111,6 +114,7 @@ class Connections:
         self.most = most
         self.accepted = 0
         self.closed = dict.fromkeys(REASONS, 0)
+        self.buffer = bytearray(READ_BYTES)  # of whichever connection reads now
         self._exempt = proxies(config)
         self._all = _ConnectionGroup()
         self._addresses: dict[str, _ConnectionGroup] = {}
@@ -188,18 +192,11 @@ class Connections:
         """Log one line about everything that was closed since the last one."""
         if self.closed == self._logged or now - self._logged_at < LOG_SECONDS:
             return
-        news = {
-            name: count - self._logged[name]
-            for name, count in self.closed.items()
-            if count > self._logged[name]
-        }
+        news = Counter(self.closed) - Counter(self._logged)
         self._logged, self._logged_at = dict(self.closed), now
         shown = ", ".join(f"{name} {count}" for name, count in news.items())
         log.warning(
-            "Connections were refused or closed early: %s; %d of at most %d are open.",
-            shown,
-            len(self),
-            self.most,
+            f"Connections were refused or closed early: {shown}; {len(self)} of {self.most} are open."
         )
 
     # ---- metrics

@@ -108,7 +108,6 @@ class JSONRoute(APIRoute):
         Raises:
             BadRequest: it is not a JSON text, or it does not fit the model.
             TooLarge, ContextLengthExceeded: it holds too much.
-            json.JSONDecodeError: it is not JSON.
         """
         try:
             value = parse(body, self.bounds(state))

@@ -1,100 +1,90 @@
-"""uvicorn's HTTP/1.1 protocol with limits on the cost of a client that has not shown a key.
+"""Limits on the cost of a client that has not shown a key, around uvicorn's own HTTP/1.1.
 
-uvicorn waits for a header, a body and the reader of an answer as long as they take, and keeps headers of any size. Here
-each of them has a size or a deadline. A header must arrive in a fixed time. Bodies must arrive, and answers must be
-read, at ``min_bytes_per_second`` at least, and may fall behind this pace by a fixed time. Time in which the server
-itself is busy, or does not read because the application is slow, is not counted.
+uvicorn waits for a header, a body and the reader of an answer as long as they take. Here each of them has a deadline: a
+header must arrive in a fixed time; bodies must arrive, and answers must be read, at ``min_bytes_per_second`` at least,
+and may fall behind this pace by a fixed time. Time in which the server itself is busy, or does not read because the
+application is slow, is not counted.
+
+Two public places suffice for this. ``ClientConnection`` stands between the event loop and uvicorn's protocol, as its
+``http`` setting allows, and sees bytes and time; ``FrontDoor`` is an ASGI application around the real one, and sees
+requests.
 """
 
 from __future__ import annotations
 
-import fcntl
+import asyncio
 import json
-import re
+import logging
+import math
+import select
 import socket
 import struct
-import sys
-import termios
-from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Literal
+from typing import Any
+from urllib.parse import unquote
 
-import httptools
-from starlette.types import Message, Receive, Scope, Send
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+import h11
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from mpic.config import ServerConfig, proxies
 from mpic.errors import HeadersTooLarge, InvalidHTTP, MPICError, RequestTimeout, TooManyConnections
+from mpic.http import errors
 from mpic.server.connections import Connections, addresses
 
 FIELD_BYTES = 32
 """Bytes that a header field counts in addition to its name and value, as in HTTP/2."""
-FRAMING_BYTES = 8
-"""Bytes of chunk framing that are accepted for each byte of a body, in addition to one header's worth."""
-PIPELINED = 16
-"""Requests that may wait on one connection behind the one that is being answered."""
+UNSENT_BYTES = 16 << 10
+"""Bytes that the kernel takes ahead of what it can send; with more, a slow reader's progress would be seen late."""
 DRAINED = 48 << 10
 """Bytes that have left the write buffer, at least, when it falls from its high-water mark to its low one."""
 LINGER_SECONDS = 1.0
 """Time in which the rest of a refused request is discarded, so that the client reads the error."""
-EVENTS = ("on_message_begin", "on_url", "on_header", "on_headers_complete", "on_body", "on_message_complete")
+CLIENT_MISTAKES = ("Invalid HTTP request", "Unsupported upgrade request", "No supported WebSocket library")
+HANGUP = getattr(select, "POLLRDHUP", 0)  # Linux alone has it
 
 
-class _BehindHeader:
-    """Passes the events of a parser on to a connection, without those of the first header."""
-
-    def __init__(self, connection: HTTPConnection) -> None:
-        self._passing = False
-        for name in EVENTS:
-            setattr(self, name, partial(self._pass, name, getattr(connection, name)))
-
-    def _pass(self, name: str, event: Callable[..., None], *args: bytes) -> None:
-        if self._passing:
-            event(*args)
-        elif name == "on_headers_complete":
-            self._passing = True
-
-
-class HTTPConnection(HttpToolsProtocol):
-    """A connection of a client.
+class ClientConnection(asyncio.BufferedProtocol):
+    """A connection of a client, whose bytes uvicorn's protocol parses.
 
     Args:
         registry: counts the connection, and has the configuration.
-        uvicorn: the arguments of uvicorn's own protocol.
+        uvicorn: the arguments of uvicorn's protocol.
     """
 
-    parser: Any  # httptools' own; None once the connection has been lost
+    transport: asyncio.Transport
 
-    def __init__(self, registry: Connections, **uvicorn: Any) -> None:
-        super().__init__(**uvicorn)
+    def __init__(self, registry: Connections, app_state: dict[str, Any], **uvicorn: Any) -> None:
         self.registry = registry
         self.limits = registry.config
         self.host = self.network = ""
-        self._state: Literal["header", "body", "complete", "refused"] = "header"
-        self._error: MPICError | None = None  # the reason why the parser was stopped
-        # the request that is being answered; ``cycle`` is the newest one, which may be queued
-        self._answering: RequestResponseCycle | None = None
-        self._known = False
-        self._waited = 0.0  # seconds the client has been waited for in this state
-        self._answered = False  # in state body: the answer went out before the body was complete
-        self._header_bytes = 0  # bytes of the header parsed so far
-        self._raw_bytes = 0  # bytes read in this state, except the piece in which it began
-        self._body_bytes = self._body_seen = 0  # bytes read so far, and at the last tick
-        self._unread = 0  # bytes of answers that the client had not received at the last tick
+        # a request's scope begins with this state, by which ``FrontDoor`` finds the connection
+        self._inner = H11Protocol(app_state={**app_state, "connection": self}, **uvicorn)
+        self._scope: Scope | None = None  # of the newest request
+        self._known = self._sent = self._answering = self._answered = self._refused = False
+        self._unread_body = False  # the application has not received the whole body of the newest request
+        self._begun = True  # the next header, which the client of a new connection owes at once
+        self._waited = 0.0  # seconds the client has been waited for between requests
+        self._late: RequestTimeout | None = None  # the body did not arrive in time
+        self._left = 0.0  # seconds by which the body may still fall behind
+        self._patience: asyncio.Timeout | None = None  # while the application waits for a body
+        self._unsent = 0  # bytes of answers that the client had not taken at the last tick
         self._drained = 0  # bytes that have certainly left since then
         self._behind = 0.0  # seconds by which the reader is behind the slowest accepted pace
 
     # ---- for the registry
 
     def has_key(self) -> bool:
-        if not self._known and self.scope is not None:
+        if not self._known and self._scope is not None:
             marks = {"user", "visitor"}  # set by Authenticate and by the proxy of /ui
-            self._known = not marks.isdisjoint(self.scope["state"])
+            self._known = not marks.isdisjoint(self._scope["state"])
         return self._known
 
     def is_answering(self) -> bool:
-        return bool(self.pipeline) or (self.cycle is not None and not self.cycle.response_complete)
+        return self._answering
 
     def evict(self, error: TooManyConnections) -> None:
         self._refuse(error, linger=False)
@@ -105,220 +95,138 @@ class HTTPConnection(HttpToolsProtocol):
     def tick(self, seconds: float) -> None:
         limits = self.limits
         if self._stalls(seconds):
-            return self._give_up("send_timeout")
-        match self._state:
-            case "header" if not self.is_answering():
-                self._waited += seconds
-                if self._waited > limits.header_seconds:
-                    self._late("header", limits.header_seconds)
-            case "complete" if self.is_answering():
-                self._waited = 0.0
-            case "complete":
-                self._waited += seconds
-                if self._waited > limits.keep_alive_seconds:
-                    self.transport.close()
-            case "body" if self.cycle.response_complete:
-                self._waited = self._waited + seconds if self._answered else 0.0
-                self._answered = True
-                if self._waited > limits.header_seconds:
-                    self._give_up("unread_body")
-            case "body" if not (self.flow.read_paused or self.cycle.waiting_for_100_continue):
-                arrived, self._body_seen = self._body_bytes - self._body_seen, self._body_bytes
-                self._waited = max(0.0, self._waited + seconds - arrived / limits.min_bytes_per_second)
-                if self._waited > limits.body_seconds:
-                    self._late("body", limits.body_seconds)
-            case "refused":
-                self._waited += seconds
-                if self._waited > LINGER_SECONDS:
-                    self.transport.abort()
+            self._give_up("send_timeout")
+        elif self._answering:
+            if self._patience is not None:
+                self._left -= seconds
+                if self._left < 0:
+                    self._left = math.inf  # only once: in the midst of expiring it takes no other time
+                    self._patience.reschedule(0)
+            elif not self.transport.is_reading() and self._has_hung_up():  # with requests behind this one
+                self.transport.abort()
+        elif self._refused:
+            self._waited += seconds
+            if self._waited > LINGER_SECONDS:
+                self.transport.abort()
+        elif self._begun:
+            self._waited += seconds
+            if self._waited > limits.header_seconds:
+                self._end_late()
 
     def _stalls(self, seconds: float) -> bool:
         """Return whether the client has been too slow in reading its answer."""
-        before, self._unread = self._unread, self._left_to_read()
-        read, self._drained = self._drained + max(0, before - self._unread), 0
-        if not self._unread:
+        before, self._unsent = self._unsent, self.transport.get_write_buffer_size()
+        read, self._drained = self._drained + max(0, before - self._unsent), 0
+        if not self._unsent:
             self._behind = 0.0
             return False
         self._behind = max(0.0, self._behind + seconds - read / self.limits.min_bytes_per_second)
         return self._behind > self.limits.send_seconds
 
-    def _left_to_read(self) -> int:
-        """Return the bytes that wait for the client here and, if there are any, in the kernel.
-
-        The kernel takes more only when it has sent a third of its buffer, which can be megabytes. Without its queue
-        no progress could be seen until then.
-        """
-        unsent = self.transport.get_write_buffer_size()
-        if not unsent:
-            return 0
-        queued = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
-        return unsent + int.from_bytes(queued, sys.byteorder)
+    def _has_hung_up(self) -> bool:
+        """Return whether the client has closed its end, which the event loop sees only when it reads."""
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), HANGUP)
+        return bool(poll.poll(0))
 
     # ---- events of the transport
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        host, port = self.client or ("", 0)
-        self.host, self.network = addresses(host)
-        self.client = (self.host, port)
+        self.transport = transport
+        sock, peer = transport.get_extra_info("socket"), transport.get_extra_info("peername")
+        self.host, self.network = addresses(peer[0] if peer else "")
+        if hasattr(socket, "TCP_NOTSENT_LOWAT") and peer:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+        self._inner.connection_made(transport)
         error = self.registry.admit(self)
         if error is not None:
             self._refuse(error, linger=False)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._disconnect()
-        self._unset_keepalive_if_required()
+        self._inner.connection_lost(exc)
         self.registry.leave(self)
 
-    def _disconnect(self) -> None:
-        """Tell the application that nobody waits for the answer that it is making; further output is dropped."""
-        for cycle in (self._answering, self.cycle):
-            if cycle is not None and not cycle.response_complete:
-                cycle.disconnected = True
-                cycle.message_event.set()
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
 
     def resume_writing(self) -> None:
         self._drained += DRAINED
-        super().resume_writing()
+        self._inner.resume_writing()
 
-    def data_received(self, data: bytes) -> None:
-        if self._state == "refused":
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self.registry.buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._refused:
             return
-        if self._raw_bytes > self._allowed():
-            return self._malformed()
-        self._unset_keepalive_if_required()
-        self._raw_bytes += len(data)
+        self._begun = self._sent = True
         try:
-            self._parse(data)
-        except httptools.HttpParserError:
-            self._malformed()
+            self._inner.data_received(bytes(self.registry.buffer[:nbytes]))
+        except h11.LocalProtocolError:  # what follows is not HTTP, and the answer has begun
+            self.transport.abort()
+        if self.transport.is_closing():  # uvicorn refuses it
+            self.registry.closed["invalid_http"] += 1
 
-    def _parse(self, data: bytes) -> None:
-        """Feed the parser. It takes what follows the offer of another protocol for that protocol, but an offer that is
-        ignored changes nothing (RFC 9110, 7.8): another parser, which has not seen the offer, reads on."""
-        while data:
-            try:
-                return self.parser.feed_data(data)
-            except httptools.HttpParserUpgrade as offer:
-                data = data[offer.args[0] :]
-                fields = b"".join(b"%s: %s\r\n" % field for field in self.headers if field[0] != b"upgrade")
-                version = self.parser.get_http_version().encode()
-                head = b"%s %s HTTP/%s\r\n%s\r\n" % (self.parser.get_method(), self.url, version, fields)
-                self.parser = httptools.HttpRequestParser(_BehindHeader(self))
-                self.parser.feed_data(head)
+    # ---- requests
 
-    def _allowed(self) -> int:
-        """Return how many bytes may have been read in the present state."""
-        if self._state == "body":
-            return self.limits.max_header_bytes + (1 + FRAMING_BYTES) * self._body_bytes
-        return self.limits.max_header_bytes
-
-    # ---- events of the parser
-
-    def on_message_begin(self) -> None:
-        self.has_key()  # looks at the previous request, whose scope is about to be replaced
-        super().on_message_begin()
-        self._enter("header")
-        self._header_bytes = self._body_bytes = self._body_seen = 0
-
-    def on_url(self, url: bytes) -> None:
-        self._count(len(url))
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a field of the header, or of the trailer after a chunked body, which nobody reads."""
-        self._count(len(name) + len(value) + FIELD_BYTES)
-        if self._state == "header":
-            super().on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        if wrong := self._wrong_in_header():
-            self._stop(InvalidHTTP(wrong))
-        if self.parser.get_http_version() == "1.0":
-            self.expect_100_continue = False
-        super().on_headers_complete()
-        self._enter("body")
-        if len(self.pipeline) > PIPELINED:
-            self._stop(InvalidHTTP(f"more than {PIPELINED} requests wait on one connection"))
-        if self.pipeline and self._unread_bodies() <= HIGH_WATER_LIMIT:
-            self.flow.resume_reading()  # uvicorn stops reading here, and then sees no client that disconnects
-
-    def _wrong_in_header(self) -> str | None:
-        """Return why a header is refused that the parser accepts, if it is: something between client and server may
-        read another host, another length or another protocol in it."""
-        version = self.parser.get_http_version()
-        hosts, codings = (
-            [v for n, v in self.headers if n == name] for name in (b"host", b"transfer-encoding")
+    async def answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application for a request."""
+        self.has_key()  # looks at the previous request
+        self._scope, self._answering, self._answered = scope, True, False
+        self._unread_body = any(
+            name == b"transfer-encoding" or (name == b"content-length" and value.strip(b"0"))
+            for name, value in scope["headers"]
         )
-        authority = re.split(b"[/?#]", self.url.partition(b"://")[2])[0]
-        if version not in ("1.0", "1.1"):
-            return f"HTTP/{version} is not spoken here; send HTTP/1.1"
-        if self.parser.get_method() == b"CONNECT":
-            return "this server opens no tunnels (CONNECT)"
-        if len(hosts) > 1 or (not hosts and version == "1.1"):
-            return f"a request has one Host field, not {len(hosts)}"
-        if codings and (version == "1.0" or [coding.lower() for coding in codings] != [b"chunked"]):
-            return "the only Transfer-Encoding is chunked, and only in HTTP/1.1"
-        if self.url[:1] not in (b"/", b"*") and [authority.lower()] != [host.lower() for host in hosts]:
-            return "the target of the request and its Host field name different hosts"
-        return None
+        self._left = self.limits.body_seconds
+        self._late = None
+        try:
+            await app(scope, partial(self._receive, receive), partial(self._send, send))
+        except Exception:
+            # the framework raises what it has answered (``mpic.http.errors``, which logs it), and uvicorn would log it
+            if not self._answered:
+                raise
+        finally:
+            self._answering, self._begun, self._waited = False, self._unread_body, 0.0
 
-    def _unread_bodies(self) -> int:
-        """Return the bytes of bodies that the application has not received yet."""
-        cycles = [cycle for cycle, _ in self.pipeline]
-        return sum(len(cycle.body) for cycle in (self._answering, *cycles) if cycle is not None)
+    async def _receive(self, receive: Receive) -> Message:
+        if not self._unread_body:
+            return await receive()
+        try:
+            async with asyncio.timeout(None) as self._patience:
+                message = await receive()
+        except TimeoutError:
+            self.registry.closed["body_timeout"] += 1
+            seconds = self.limits.body_seconds
+            self._late = RequestTimeout(f"the body of the request did not arrive in {seconds:g} s")
+            raise self._late from None
+        finally:
+            self._patience = None
+        self._unread_body = message.get("more_body", False)
+        gained = len(message.get("body", b"")) / self.limits.min_bytes_per_second
+        self._left = min(self.limits.body_seconds, self._left + gained)
+        return message
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._answering = cycle
-        if cycle.scope["http_version"] == "1.0":
-            app = partial(_without_chunks, app, cycle)
-        answered: Any = partial(_answered, app, cycle)
-        super()._start_asgi_task(cycle, answered)
-
-    def on_body(self, body: bytes) -> None:
-        self._body_bytes += len(body)
-        super().on_body(body)
-
-    def on_message_complete(self) -> None:
-        if self.parser.should_upgrade():
-            return  # only the header has ended, see ``_parse``
-        super().on_message_complete()
-        self._enter("complete")
-
-    def _enter(self, state: Literal["header", "body", "complete"]) -> None:
-        self._state, self._waited, self._answered, self._raw_bytes = state, 0.0, False, 0
-
-    def _count(self, length: int) -> None:
-        self._header_bytes += length
-        if self._header_bytes > self.limits.max_header_bytes:
-            self._stop(self._too_large())
-
-    def _stop(self, error: MPICError) -> None:
-        self._error = error
-        raise error
+    async def _send(self, send: Send, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            if self._late is not None:
+                MutableHeaders(raw=message["headers"])["connection"] = "close"
+        else:
+            self._answered = not message.get("more_body", False)
+        await send(message)
 
     # ---- refusals
 
-    def _malformed(self) -> None:
-        """Refuse a request that cannot be, or must not be, parsed further."""
-        error = self._error or InvalidHTTP("this is not a valid HTTP/1.1 request")
-        if self._error is None and self._raw_bytes > self._allowed():
-            in_body = self._state == "body"
-            error = InvalidHTTP("the body has too much chunk framing") if in_body else self._too_large()
-        reason = "headers_too_large" if isinstance(error, HeadersTooLarge) else "invalid_http"
-        self.registry.closed[reason] += 1
-        self._refuse(error)
-
-    def _too_large(self) -> HeadersTooLarge:
-        most = self.limits.max_header_bytes
-        return HeadersTooLarge(f"the header of the request is larger than {most:,} bytes", limit_bytes=most)
-
-    def _late(self, what: str, seconds: float) -> None:
-        self.registry.closed[f"{what}_timeout"] += 1
-        if self.scope is None and not self._raw_bytes:  # browsers open connections that they may never use
-            return self.transport.close()
-        self._refuse(RequestTimeout(f"the {what} of the request did not arrive in {seconds:g} s"))
+    def _end_late(self) -> None:
+        """Close a connection whose client has not sent a header, or the rest of a body, in time."""
+        if self._unread_body:
+            self._give_up("unread_body")
+            return
+        self.registry.closed["header_timeout"] += 1
+        if not self._sent:  # browsers open connections that they may never use
+            self.transport.close()
+            return
+        seconds = self.limits.header_seconds
+        self._refuse(RequestTimeout(f"the header of the request did not arrive in {seconds:g} s"))
 
     def _give_up(self, reason: str) -> None:
         self.registry.closed[reason] += 1
@@ -328,65 +236,79 @@ class HTTPConnection(HttpToolsProtocol):
 
     def _refuse(self, error: MPICError, linger: bool = True) -> None:
         """End the connection, with an error response if the client cannot mistake it for another answer."""
-        can_answer = self._can_answer()
-        self._state, self._waited = "refused", 0.0
-        self._disconnect()
-        if not can_answer:
-            return self.transport.abort()
-        self.transport.write(self._error_response(error))
-        if self.transport.get_write_buffer_size():
-            self.transport.abort()  # a slow reader must not keep the connection open with this
-        elif linger:
-            self.flow.resume_reading()
+        expected = self._begun and not (self._answering or self._unread_body)
+        self._refused, self._begun, self._waited = True, False, 0.0
+        if not expected or self.transport.get_write_buffer_size():
+            self.transport.abort()
+            return
+        body = json.dumps(error.body()).encode()
+        head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
+        head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        self.transport.write(head.encode() + body)
+        if linger:
             self.transport.write_eof()
         else:
             self.transport.close()
 
-    def _can_answer(self) -> bool:
-        """Return whether the client would read the next bytes as the answer to the refused request."""
-        if self.transport.is_closing() or self.transport.get_write_buffer_size():
-            return False
-        if self._state == "body":
-            return not self.pipeline and not self.cycle.response_started
-        return self._state == "header" and not self.is_answering()
 
-    def _error_response(self, error: MPICError) -> bytes:
-        body = json.dumps(error.body()).encode()
-        head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
-        head += "content-type: application/json\r\n"
-        head += f"content-length: {len(body)}\r\nconnection: close\r\n"
-        for name, value in self.server_state.default_headers:
-            head += f"{name.decode('latin-1')}: {value.decode('latin-1')}\r\n"
-        return f"{head}\r\n".encode("latin-1") + body
+class FrontDoor:
+    """ASGI application around the real one: leads each request through its ``ClientConnection``, and refuses headers
+    that are too large or ambiguous.
+
+    Args:
+        app: the application; it sees the addresses that trusted proxies forward.
+        config: limits, and the proxies.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        inner: Any = app  # uvicorn has types of its own for what Starlette calls ASGIApp
+        self.app: Any = ProxyHeadersMiddleware(inner, [str(network) for network in proxies(config)])
+        self.most = config.max_header_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        connection: ClientConnection = scope["state"].pop("connection")
+        app: ASGIApp = self.app
+        if error := self._refuse(scope):
+            reason = "headers_too_large" if isinstance(error, HeadersTooLarge) else "invalid_http"
+            connection.registry.closed[reason] += 1
+            app = errors.response(error, {"connection": "close"})
+        if scope["client"]:
+            scope["client"] = (connection.host, scope["client"][1])
+        await connection.answer(app, scope, receive, send)
+
+    def _refuse(self, scope: Scope) -> MPICError | None:
+        """Return why a request is refused that h11 accepts, if it is: it is too large, or something between client and
+        server may read another host, another length or another protocol in it."""
+        version, target, headers = scope["http_version"], scope["raw_path"], scope["headers"]
+        size = sum(len(name) + len(value) + FIELD_BYTES for name, value in headers)
+        if size + len(target) + len(scope["query_string"]) > self.most:
+            return HeadersTooLarge(
+                f"the header of the request is larger than {self.most:,} bytes", limit_bytes=self.most
+            )
+        fields = dict(headers)
+        if version not in ("1.0", "1.1"):
+            return InvalidHTTP(f"HTTP/{version} is not spoken here; send HTTP/1.1")
+        if scope["method"] == "CONNECT":
+            return InvalidHTTP("this server opens no tunnels (CONNECT)")
+        if b"transfer-encoding" in fields and (version == "1.0" or b"content-length" in fields):
+            return InvalidHTTP("Transfer-Encoding is for HTTP/1.1, and without a Content-Length")
+        if target[:1] != b"/" and target != b"*":
+            authority, _, path = target.partition(b"://")[2].partition(b"/")
+            if authority.lower() != fields.get(b"host", b"").lower():
+                return InvalidHTTP("the target of the request and its Host field name different hosts")
+            scope["raw_path"] = b"/" + path
+            scope["path"] = unquote(scope["raw_path"].decode("ascii"))
+        return None
 
 
-async def _answered(
-    app: Any, cycle: RequestResponseCycle, scope: Scope, receive: Receive, send: Send
-) -> None:
-    """Run the application. The framework raises what it has answered (``mpic.http.errors``, which logs it), too, and
-    uvicorn would log all of it again."""
-    try:
-        await app(scope, receive, send)
-    except Exception:
-        if not cycle.response_complete:
-            raise
+def _is_our_concern(record: logging.LogRecord) -> bool:
+    """Return whether a line of uvicorn's is about more than a mistake of a client, of which anybody can make
+    thousands; ``Connections`` counts those."""
+    return not record.getMessage().startswith(CLIENT_MISTAKES)
 
 
-async def _without_chunks(
-    app: Any, cycle: RequestResponseCycle, scope: Scope, receive: Receive, send: Send
-) -> None:
-    """Run the application for a client of HTTP/1.0, which knows no chunks: an answer of unknown length ends with the
-    connection."""
-
-    declared = True
-
-    async def sending(message: Message) -> None:
-        nonlocal declared
-        if message["type"] == "http.response.start":
-            declared = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
-            cycle.chunked_encoding = None if declared else False  # None: uvicorn decides
-        elif not declared:
-            cycle.expected_content_length = len(message.get("body", b""))  # uvicorn checks what is left of it
-        await send(message)
-
-    await app(scope, receive, sending)
+def quiet_uvicorn() -> None:
+    """Keep the mistakes of clients out of the log."""
+    logging.getLogger("uvicorn.error").addFilter(_is_our_concern)

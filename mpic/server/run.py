@@ -12,12 +12,12 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 import uvicorn
 
 from mpic import memory, preflight
-from mpic.config import Config, ConfigError, ServerConfig, proxies
+from mpic.config import Config, ConfigError, ServerConfig
 from mpic.http.hosts import is_loopback, seen_from_here
 from mpic.http.listening import bind, url_of
 from mpic.keys import any_keys
@@ -25,7 +25,7 @@ from mpic.limits import MiB
 from mpic.link import AUTO
 from mpic.server import descriptors
 from mpic.server.connections import Connections
-from mpic.server.protocol import HTTPConnection
+from mpic.server.protocol import ClientConnection, FrontDoor, quiet_uvicorn
 from mpic.server.shutdown import ShutdownTimer
 
 if TYPE_CHECKING:
@@ -65,22 +65,26 @@ def serve(config: Config, as_json: bool = False) -> None:
         app.state.mpic.metrics.registry.register(connections)
         settings = uvicorn_config(app, config.server, connections)
         with suppress(KeyboardInterrupt):  # Ctrl-C has stopped it, and no traceback is needed
-            _UvicornServer(settings, connections, url_of(sock), as_json).run(sockets=[sock])
+            url = url_of(sock)
+            said = json.dumps({"url": url}) if as_json else welcome(app.state.mpic, url, connections.most)
+            _UvicornServer(settings, connections, said).run(sockets=[sock])
 
 
 def uvicorn_config(app: FastAPI, config: ServerConfig, connections: Connections) -> uvicorn.Config:
-    """Return how uvicorn serves the application: with our protocol, without websockets, and with forwarded addresses
-    accepted from trusted proxies alone."""
+    """Return how uvicorn serves the application: behind our limits, and without websockets."""
+    quiet_uvicorn()
     return uvicorn.Config(
-        app,
-        http=partial(HTTPConnection, connections),  # ty: ignore[invalid-argument-type] (it only calls it)
+        FrontDoor(app, config),
+        http=partial(ClientConnection, connections),  # ty: ignore[invalid-argument-type] (it only calls it)
+        h11_max_incomplete_event_size=2
+        * config.max_header_bytes,  # up to where ``FrontDoor`` says what is wrong
         ws="none",
         backlog=BACKLOG,
         log_level=config.log_level,
         access_log=config.log_level == "debug",
         timeout_keep_alive=config.keep_alive_seconds,  # ty: ignore[invalid-argument-type] (asyncio takes fractions)
         timeout_graceful_shutdown=config.grace_seconds,  # ty: ignore[invalid-argument-type] (as above)
-        forwarded_allow_ips=[str(network) for network in proxies(config)],
+        proxy_headers=False,  # ``FrontDoor`` has them
         server_header=False,
     )
 
@@ -131,13 +135,12 @@ def build(config: Config, on_stage: Callable[[str], None] = lambda stage: None) 
 
 
 class _UvicornServer(uvicorn.Server):
-    """Announces its address once it listens, and ends in time even if a thread is blocked."""
+    """Says something once it listens, and ends in time even if a thread is blocked."""
 
-    def __init__(self, config: uvicorn.Config, connections: Connections, url: str, as_json: bool) -> None:
+    def __init__(self, config: uvicorn.Config, connections: Connections, said: str) -> None:
         super().__init__(config)
         self.connections = connections
-        self.url = url
-        self.as_json = as_json
+        self.said = said
         self._loop: asyncio.AbstractEventLoop | None = None
         limits = connections.config
         self.shutdown_timer = ShutdownTimer(limits.grace_seconds, limits.closing_seconds)
@@ -148,7 +151,7 @@ class _UvicornServer(uvicorn.Server):
         if self.should_exit:
             return
         self.connections.watch()
-        print(json.dumps({"url": self.url}) if self.as_json else self._welcome(), flush=True)
+        print(self.said, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin the shutdown at the first signal; a second signal ends the grace period of running answers."""
@@ -164,28 +167,29 @@ class _UvicornServer(uvicorn.Server):
             await self.lifespan.shutdown()
         self.shutdown_timer.closed()
 
-    def _welcome(self) -> str:
-        state: State = cast("FastAPI", self.config.app).state.mpic
-        info, config = state.engine.info, state.config
-        weights = ""
-        if quantized := info.details.get("quantization"):
-            weights = f", weights quantised ({quantized['method']}, {quantized['bytes'] / MiB:,.0f} MiB)"
-        if (kept := info.details.get("kv_dtype", info.dtype)) != info.dtype:
-            weights += f", keys and values in {kept}"
-        checks = f"  checks   self-test {info.details['self_test']}\n" if "self_test" in info.details else ""
-        note = f"  note     {info.details['dtype_note']}\n" if info.details.get("dtype_note") else ""
-        here = seen_from_here(self.url)
-        return (
-            f"MPIC listens on {self.url} ({_who_may_call(state)})\n"
-            f"  page     {here}/ui\n"
-            f"  docs     {here}/docs\n"
-            f"  model    {info.name}, {info.dtype} on {info.device}, attention {info.attention}{weights}\n"
-            f"{note}{checks}"
-            f"  policy   {_policy(state)}\n"
-            f"  library  {config.library.data_dir}\n"
-            f"  clients  at most {self.connections.most:,} connections, "
-            f"{config.server.max_connections_per_address:,} of one address"
-        )
+
+def welcome(state: State, url: str, most: int) -> str:
+    """Return the first lines of a server at this address, which keeps so many connections."""
+    info, config = state.engine.info, state.config
+    weights = ""
+    if quantized := info.details.get("quantization"):
+        weights = f", weights quantised ({quantized['method']}, {quantized['bytes'] / MiB:,.0f} MiB)"
+    if (kept := info.details.get("kv_dtype", info.dtype)) != info.dtype:
+        weights += f", keys and values in {kept}"
+    checks = f"  checks   self-test {info.details['self_test']}\n" if "self_test" in info.details else ""
+    note = f"  note     {info.details['dtype_note']}\n" if info.details.get("dtype_note") else ""
+    here = seen_from_here(url)
+    return (
+        f"MPIC listens on {url} ({_who_may_call(state)})\n"
+        f"  page     {here}/ui\n"
+        f"  docs     {here}/docs\n"
+        f"  model    {info.name}, {info.dtype} on {info.device}, attention {info.attention}{weights}\n"
+        f"{note}{checks}"
+        f"  policy   {_policy(state)}\n"
+        f"  library  {config.library.data_dir}\n"
+        f"  clients  at most {most:,} connections, "
+        f"{config.server.max_connections_per_address:,} of one address"
+    )
 
 
 def _policy(state: State) -> str:

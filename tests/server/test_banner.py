@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from mpic.config import Config
 from mpic.server.auto import Auto
-from mpic.server.run import _UvicornServer
+from mpic.server.run import welcome
 
 
 def lines_of(details):
@@ -15,10 +15,7 @@ def lines_of(details):
         auto=Auto(),
         keys=SimpleNamespace(exist=lambda: False),
     )
-    server = object.__new__(_UvicornServer)
-    server.config = SimpleNamespace(app=SimpleNamespace(state=SimpleNamespace(mpic=state)))
-    server.connections, server.url = SimpleNamespace(most=10), "http://127.0.0.1:8000"
-    return server._welcome().splitlines()
+    return welcome(state, "http://127.0.0.1:8000", 10).splitlines()
 
 
 def test_the_banner_says_when_the_self_test_has_passed():

@@ -23,7 +23,7 @@ from mpic.prompt import ChatTemplate
 from mpic.server import create_app
 
 CHUNKED = ("Transfer-Encoding: chunked", "Content-Type: application/json")
-LATE, NOTHING = (408, "request_timeout"), (0, "")
+LATE, NOTHING, INVALID = (408, "request_timeout"), (0, ""), (400, "")
 CHAT, GET = "POST /v1/chat/completions", b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 
 
@@ -90,9 +90,10 @@ def told_to_continue(client):
     assert client.answer()[0] == 100
 
 
-def answered(client):
+def answered(client, then=b""):
     client.head("GET /v1/models")
     assert client.answer()[0] == 200
+    client.send(then)
 
 
 LENGTH = ("Content-Length: 100000", "Content-Type: application/json")
@@ -100,10 +101,11 @@ SLOW = {
     "a field": (lambda one: one.send(GET + b"x: "), b"y", LATE, "header_timeout"),
     "an old protocol": (lambda one: one.send(b"GET / HTTP/1.0\r\n"), b"y", LATE, "header_timeout"),
     "the first line": (lambda one: one.send(b"GET /"), b"y", LATE, "header_timeout"),
-    "line breaks": (lambda one: one.send(b"\r\n"), b"\r\n", LATE, "header_timeout"),
+    "line breaks": (lambda one: one.send(b"\r\n"), b"\r\n", INVALID, "invalid_http"),
     "nothing": (lambda one: None, b"", NOTHING, "header_timeout"),
     "nothing after an answer": (answered, b"", NOTHING, None),
-    "line breaks after an answer": (answered, b"\r\n", NOTHING, None),
+    "a field after an answer": (lambda one: answered(one, GET + b"x: "), b"y", LATE, "header_timeout"),
+    "line breaks after an answer": (answered, b"\r\n", INVALID, "invalid_http"),
     "a body": (lambda one: one.head(CHAT, *LENGTH), b" ", LATE, "body_timeout"),
     "a body in chunks": (lambda one: one.head(CHAT, *CHUNKED), b"1\r\n \r\n", LATE, "body_timeout"),
     "a body with a fast start": (fast_start, b"", LATE, "body_timeout"),
@@ -177,6 +179,15 @@ def test_answers_that_are_not_read_to_their_end_are_given_up(large, front):
     assert eventually(lambda: gone_up(front, before, "send_timeout", 2)) and front.settled()
     for reader in readers:
         reader.close()
+
+
+def test_an_answer_whose_end_is_not_read_is_given_up_although_the_application_has_finished(front):
+    """Its last bytes wait for the reader when uvicorn closes the connection."""
+    before = front.closed()
+    reader = front.connect(receive_buffer=4096)
+    reader.head("GET /openapi.json", "Connection: close")
+    assert eventually(lambda: gone_up(front, before, "send_timeout")) and front.settled()
+    reader.close()
 
 
 def test_an_answer_that_is_read_slowly_but_steadily_arrives(large, front):
@@ -266,41 +277,43 @@ def test_a_stream_that_is_not_read_is_computed_no_further_and_dropped_while_anot
     ],
 )
 def test_an_endless_header_is_refused_and_not_stored(front, client, begins, piece):
-    """Refused after two reads at most, wherever it grows; the client is told, though it goes on sending."""
+    """The limit is counted after two reads at most, wherever the header grows."""
     before = front.closed()
     client.send(begins)
     sent = 0
-    while sent < 20 and front.closed() == before:
-        client.send(piece)
-        sent += 1
-        time.sleep(0.02)
-        assert eventually(lambda: front.has_read_all())
-    assert client.refusal() == (431, "headers_too_large") and sent < 15
-    assert gone_up(front, before, "headers_too_large") and front.settled()
+    with contextlib.suppress(ConnectionError):
+        while sent < 20 and front.closed() == before:
+            client.send(piece)
+            sent += 1
+            time.sleep(0.02)
+    assert (
+        client.refusal() in (INVALID, NOTHING) and sent < 15
+    )  # nothing: it went on sending when it was closed
+    assert gone_up(front, before, "invalid_http") and front.settled()
 
 
 def test_a_header_just_under_the_limit_is_accepted(front, client):
     client.head("GET /v1/models", f"x: {'y' * 3500}")
     assert client.answer()[0] == 200
-    client.head("GET /v1/models", *[f"x{i}: y" for i in range(200)])
-    assert client.refusal() == (431, "headers_too_large")
+    for fields in ([f"x{i}: y" for i in range(200)], [f"x: {'y' * 5000}"]):
+        large = front.connect()
+        large.head("GET /v1/models", *fields)
+        assert large.refusal() == (431, "headers_too_large")
 
 
 @pytest.mark.parametrize(
-    ("begins", "piece", "refusal"),
-    [
-        (b"1;", b"y" * 65536, (400, "invalid_http")),
-        (b"0\r\n", b"a: b\r\n" * 10_000, (431, "headers_too_large")),
-        (b"0\r\nx: ", b"y" * 65536, (400, "invalid_http")),
-    ],
+    ("begins", "piece"),
+    [(b"1;", b"y" * 65536), (b"0\r\n", b"a: b\r\n" * 10_000), (b"0\r\nx: ", b"y" * 65536)],
 )
-def test_framing_of_a_body_in_chunks_is_bounded(front, client, begins, piece, refusal):
+def test_framing_of_a_body_in_chunks_is_bounded(front, client, begins, piece):
+    before = front.closed()
     client.head(CHAT, *CHUNKED)
-    client.send(begins)
-    for _ in range(4):
-        client.send(piece)
-        time.sleep(0.02)
-    assert client.refusal() == refusal and front.settled()
+    with contextlib.suppress(ConnectionError):
+        for sent in (begins, *[piece] * 4):
+            client.send(sent)
+            time.sleep(0.02)
+    assert client.refusal() in (INVALID, NOTHING)
+    assert gone_up(front, before, "invalid_http") and front.settled()
 
 
 def test_a_body_in_chunks_of_one_byte_is_accepted(front, client):
@@ -310,16 +323,17 @@ def test_a_body_in_chunks_of_one_byte_is_accepted(front, client):
     assert client.answer()[0] == 200
 
 
-def test_pipelined_requests_are_bounded(front, client):
+def test_pipelined_requests_are_answered_in_turn_and_read_no_faster(front, client):
     front.engine.pause = 0.02
     for _ in range(8):
         client.head("GET /v1/models")
     assert client.answer()[0] == 200
     many = front.connect()
-    before = front.closed()
-    many.send(b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 5000)
-    assert eventually(lambda: gone_up(front, before, "invalid_http"))
-    assert many.rest().count(b"HTTP/1.1") < 20
+    many.socket.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        for _ in range(1000):  # until the kernel takes no more, because nobody reads
+            many.send(b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 5000)
+        pytest.fail("the server has read 200 MB of requests that it has not answered")
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -339,12 +353,13 @@ def test_an_answer_ends_when_its_client_disconnects_although_it_has_sent_another
     assert eventually(lambda: not front.engine.held) and front.settled()
 
 
-def test_a_refused_request_ends_the_answer_before_it(front, client):
-    front.engine.pause, front.engine.answer = 0.02, " ".join(["word"] * 5000)
-    client.chat(max_tokens=5000)
-    assert eventually(lambda: len(front.engine.held) == 1)
+def test_what_is_no_request_is_refused_after_the_answers_before_it(front, client):
+    front.engine.pause = 0.02
+    client.chat(stream=True)
     client.send(b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nrubbish\r\n\r\n")
-    assert eventually(lambda: not front.engine.held) and front.settled()
+    said = client.rest()
+    assert re.findall(rb"HTTP/1.1 (\d+)", said) == [b"200", b"401", b"400"]
+    assert b"data: [DONE]\n\n\r\n0\r\n\r\nHTTP/1.1 401" in said and front.settled()
 
 
 def test_bodies_of_pipelined_requests_are_not_read_without_bound(front, client):
@@ -354,12 +369,9 @@ def test_bodies_of_pipelined_requests_are_not_read_without_bound(front, client):
     client.socket.setblocking(False)
     body = b"POST /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 60000\r\n\r\n" + b" " * 60_000
     with contextlib.suppress(BlockingIOError):
-        for _ in range(15):
+        for _ in range(1000):
             client.send(body)
-    time.sleep(0.3)
-    [connection] = front.connections._all
-    # the mark, and two reads of 256 KiB: one may be under way when the chat begins to wait for its client to leave
-    assert sum(len(cycle.body) for cycle, _ in connection.pipeline) < 600_000
+        pytest.fail("the server has read 60 MB behind the request that it answers")
 
 
 def test_a_login_without_a_key_may_not_send_files(front, client):
@@ -372,13 +384,16 @@ def test_a_login_without_a_key_may_not_send_files(front, client):
 # ---- form
 
 
-def test_garbage_is_refused_with_a_code_and_without_a_line_in_the_log_for_each(front, caplog):
+def test_garbage_and_offers_of_other_protocols_take_no_line_of_the_log_each(front, caplog):
     with caplog.at_level(logging.INFO):
         for _ in range(30):
             one = front.connect()
             one.send(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
-            assert one.refusal() == (400, "invalid_http")
-            one.close()
+            assert one.refusal() == INVALID
+            offering = front.connect()
+            offering.head("GET /v1/models", "Connection: Upgrade", "Upgrade: rubbish")
+            assert offering.answer()[0] == 200
+            offering.close()
     assert len(caplog.records) < 5
 
 
@@ -476,9 +491,6 @@ AMBIGUOUS = {
     "chunks in 1.0": POST.replace(b"/1.1", b"/1.0") + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     "chunks without CR": POST + b"Transfer-Encoding: chunked\r\n\r\n1\na\n0\n\n",
     "a chunk with a sign": POST + b"Transfer-Encoding: chunked\r\n\r\n-1\r\na\r\n0\r\n\r\n",
-    "a folded field": b"GET / HTTP/1.1\r\n" + HOST + b"X: a\r\n b\r\n\r\n",
-    "lines without CR": b"GET / HTTP/1.1\nHost: 127.0.0.1\n\n",
-    "a field without CR": b"GET / HTTP/1.1\r\nHost: 127.0.0.1\nX: a\r\n\r\n",
     "a CR in a field": b"GET / HTTP/1.1\r\n" + HOST + b"X: a\rb\r\n\r\n",
     "a zero byte in a field": b"GET / HTTP/1.1\r\n" + HOST + b"X: a\0b\r\n\r\n",
     "a space before the colon": b"GET / HTTP/1.1\r\nHost : 127.0.0.1\r\n\r\n",
@@ -488,6 +500,21 @@ AMBIGUOUS = {
     "HTTP/2 in text": b"GET / HTTP/2.0\r\n" + HOST + b"\r\n",
     "HTTP/0.9 in text": b"GET / HTTP/0.9\r\n" + HOST + b"\r\n",
 }
+
+
+LENIENT = {
+    "a folded field": b"GET / HTTP/1.1\r\n" + HOST + b"X: a\r\n b\r\n\r\n",
+    "lines without CR": b"GET / HTTP/1.1\nHost: 127.0.0.1\n\n",
+    "a field without CR": b"GET / HTTP/1.1\r\nHost: 127.0.0.1\nX: a\r\n\r\n",
+}
+"""Headers that RFC 9112 (2.2, 5.2) lets a server read in one way, or refuse."""
+
+
+@pytest.mark.parametrize("what", LENIENT)
+def test_old_forms_of_a_header_are_read_in_the_one_way_that_the_standard_allows(front, what):
+    client = front.connect()
+    client.send(LENIENT[what] + INNER.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+    assert re.findall(rb"HTTP/1.1 (\d+)", client.rest()) == [b"307", b"401"]
 
 
 @pytest.mark.parametrize("offered", [False, True], ids=["", "with an offer of another protocol"])
@@ -500,8 +527,7 @@ def test_a_request_that_two_servers_may_read_differently_is_refused_with_all_tha
         sent = sent.replace(b"\r\n\r\n", b"\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n", 1)
     client = front.connect()
     client.send(sent + INNER)
-    said = client.rest()
-    assert re.findall(rb"HTTP/1.1 (\d+)", said) == [b"400"] and b'"invalid_http"' in said
+    assert re.findall(rb"HTTP/1.1 (\d+)", client.rest()) == [b"400"]
 
 
 def test_a_target_with_the_host_of_the_request_is_served(front, client):
@@ -529,7 +555,7 @@ def test_answers_in_http_1_0_have_a_length_or_end_with_the_connection(front, kee
             f"{line} HTTP/1.0\r\n{fields}Content-Length: {len(body)}\r\n".encode() + HOST + b"\r\n" + body
         )
         header, _, content = client.rest().partition(b"\r\n\r\n")
-        assert b"transfer-encoding" not in header and b"connection: close" in header
+        assert b"transfer-encoding" not in header.lower() and b"connection: close" in header.lower()
         return header, content
 
     whole, content = ask(CHAT, HELLO, "Expect: 100-continue\r\n")
@@ -544,8 +570,9 @@ def test_a_refusal_cannot_be_mistaken_for_an_earlier_answer(front, client):
     front.engine.pause = 0.1
     client.chat(stream=True)
     client.send(b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 5000)
-    said = client.rest()
-    assert said.count(b"HTTP/1.1") == 0 or (said.startswith(b"HTTP/1.1 200") and said.count(b"HTTP/1.1") == 1)
+    answer, _, refusal = client.rest().partition(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"HTTP/1.1") == 1
+    assert refusal.startswith(b"HTTP/1.1 400") or not refusal  # or it was lost, as we went on sending
 
 
 # ---- number
