@@ -291,8 +291,6 @@ class WholeDecoder:
         self._pass = PassStruct(state=state[0].data_ptr(), out=state[1].data_ptr())
         self._state, self._room, self._threads = state, list[torch.Tensor](), 0
         self._tables: tuple[StreamRows, RowWrites] | None = None
-        self._rotations: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._steps, self._step_bytes, self._addresses = 0, 0, (0, 0)  # of the rotations
 
     def use(self, rows: StreamRows, writes: RowWrites) -> None:
         """Bind these tables; later steps read their current contents.
@@ -308,56 +306,34 @@ class WholeDecoder:
         if not 0 < count <= self.most_rows or not self._layers.writes_to(writes, count):
             raise ValueError(f"a step of {count} rows does not write keys and values of this model")
         this = self._pass
-        if count != this.rows:
-            self._rotations, self._steps = None, 0
         this.step, this.rows = rows.address, count
         this.memory, this.slots = writes.memory.data_ptr(), writes.index.data_ptr()
         self._tables = rows, writes
 
-    def rotate(self, cosine: torch.Tensor, sine: torch.Tensor) -> None:
-        """Set the rotations of steps: cosine and sine ``[steps, rows, half]`` fp32 of the rows' positions.
-
-        Raises:
-            ValueError: tensors of another size, dtype or layout.
-        """
-        for table in (cosine, sine):
-            shape, layout = (self._pass.rows, self._layers.half), table.is_contiguous()
-            if (
-                table.shape[1:] != shape
-                or len(table) != len(cosine)
-                or table.dtype is not torch.float32
-                or not layout
-            ):
-                raise ValueError(f"{tuple(table.shape)} {table.dtype} are no rotations of {shape}")
-        self._rotations = cosine, sine
-        self._steps, self._step_bytes = len(cosine), cosine[:1].nbytes
-        self._addresses = cosine.data_ptr(), sine.data_ptr()
-
-    def __call__(self, tokens: list[int], step: int) -> torch.Tensor:
+    def __call__(self, tokens: list[int], cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
         """Run a step: keys and values are written, then attended to.
 
         Args:
             tokens: of the rows, each below ``vocabulary``.
-            step: number of the rotations.
+            cosine, sine: ``[rows, half]`` fp32, of the rows' positions.
 
         Returns:
             Logits ``[rows, outputs]`` in the model's dtype, valid until the next step.
 
         Raises:
-            ValueError: numbers that are no tokens, or rotations that were not set.
+            ValueError: numbers that are no tokens, or rotations of another size, dtype or layout.
         """
         this = self._pass
         rows = this.rows
         if len(tokens) != rows or min(tokens) < 0 or max(tokens) >= self.vocabulary:
             raise ValueError(f"{len(tokens)} tokens, up to {max(tokens)}, of {rows} rows")
-        if not 0 <= step < self._steps:
-            raise ValueError(f"no rotations of step {step} of {rows} rows")
+        if not self._layers.takes(self._state[0, :rows], cosine, sine):
+            raise ValueError(f"{tuple(cosine.shape)} {cosine.dtype} are no rotations of {rows} rows")
         self._tokens[:rows] = tokens
         this.threads = torch.get_num_threads()
         if this.threads > self._threads:
             self._room, self._threads = self._layers.make_room(this, self.most_rows), this.threads
-        skipped = step * self._step_bytes
-        this.cosine, this.sine = self._addresses[0] + skipped, self._addresses[1] + skipped
+        this.cosine, this.sine = cosine.data_ptr(), sine.data_ptr()
         self._function(self._layers.struct, this, *self._places)
         return self._logits[:rows]
 

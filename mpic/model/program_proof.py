@@ -153,8 +153,7 @@ def _from_tokens(program: Program, decoder: WholeDecoder) -> Run:
         singles: Any = step.kinds[0].singles
         assert step.single_writes is not None
         decoder.use(singles, step.single_writes)
-        decoder.rotate(*(table[None] for table in program.rotations(positions)))
-        return decoder(inputs.ids.tolist(), 0).float()[wanted]
+        return decoder(inputs.ids.tolist(), *program.rotations(positions)).float()[wanted]
 
     return run
 

@@ -13,7 +13,7 @@ from engine_kit import ids, logits_of, prompt_of, request_of, submit_together, t
 from families import make_model
 from fused_kit import loaded_model, needs_fused
 
-from mpic.engine.native.cpu_executor import ROTATED, CpuExecutor
+from mpic.engine.native.cpu_executor import CpuExecutor
 from mpic.engine.native.engine import NativeEngine
 from mpic.engine.native.executor import TorchExecutor
 from mpic.kernels.stream import SECTION
@@ -21,8 +21,8 @@ from mpic.model.own_modules import KernelLinear
 from mpic.model.program import NOTE, TOKENS_NOTE
 
 pytestmark = needs_fused
-TOKENS = (9, 14, ROTATED + 20)
-"""Answers of different lengths, so that batches of three, two and one are decoded, and rotations run out."""
+TOKENS = (9, 14, 84)
+"""Answers of different lengths, so that batches of three, two and one are decoded."""
 LONG = prompt_of(ids(6, SECTION - 10))
 """Its own tokens outgrow a section of the kernel that attends."""
 
@@ -73,7 +73,7 @@ def test_logits_of_the_program_are_those_of_the_modules(case, make_engine):
     name, dtype, kv_dtype = CASES[case]
     expected, found, engine = _both(make_engine, name, loaded_model(name, dtype, kv_dtype=kv_dtype))
     _assert_near(expected, found, 1e-4 if kv_dtype is None else 4e-3)
-    assert _counted(engine) >= max(TOKENS) - 4 and engine.executor.tables.advanced > ROTATED
+    assert _counted(engine) >= max(TOKENS) - 4 and engine.executor.tables.advanced > 64
     assert _counted(engine, "fused_block_steps")
 
 
@@ -143,17 +143,13 @@ def test_tokens_rotations_and_tables_that_do_not_fit_are_refused(make_engine):
     loaded = loaded_model()
     engine = make_engine("llama", loaded, adapter=None)
     engine.submit(request_of(prompt_of(ids(30, 20)), "full", 4)).result()
-    decoder, turns = engine.executor.decoder, loaded.program.rotations(torch.arange(3)[None])
-    half = turns[0].shape[1]
-    decoder.rotate(*(table.view(3, 1, half) for table in turns))
+    decoder, turns = engine.executor.decoder, loaded.program.rotations(torch.arange(1)[None])
     for tokens in ([-1], [decoder.vocabulary], [1, 2]):
         with pytest.raises(ValueError, match="tokens"):
-            decoder(tokens, 0)
-    with pytest.raises(ValueError, match="no rotations of step 3"):
-        decoder([1], 3)
-    for wrong in (turns[0].view(1, 3, half), turns[0].double().view(3, 1, half)):
-        with pytest.raises(ValueError, match="are no rotations"):
-            decoder.rotate(wrong, wrong)
+            decoder(tokens, *turns)
+    for wrong in (turns[0][:, 1:], turns[0].double(), turns[0].repeat(2, 1)):
+        with pytest.raises(ValueError, match="are no rotations of 1 rows"):
+            decoder([1], turns[0], wrong)
     rows, writes = engine.executor._used
     writes.count += 1
     with pytest.raises(ValueError, match="does not write"):

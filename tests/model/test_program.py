@@ -67,8 +67,7 @@ def _in_one_call(program):
 
     def run(inputs, positions, step, wanted):
         decoder.use(step.kinds[0].singles, step.single_writes)
-        decoder.rotate(*(table[None] for table in program.rotations(positions)))
-        return decoder(inputs.ids.tolist(), 0).float()[wanted]
+        return decoder(inputs.ids.tolist(), *program.rotations(positions)).float()[wanted]
 
     return run
 
