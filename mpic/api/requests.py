@@ -378,7 +378,30 @@ TemplateOptions = Annotated[
 ]
 
 
-class ChatFields(Strict):
+TokenId = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")]
+LogitBias = Annotated[
+    dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024, fail_fast=True)
+]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+class Penalized(Strict):
+    """Changes of the logits that tokens are drawn from, in OpenAI's words and in vLLM's."""
+
+    presence_penalty: Penalty | None = Field(
+        None, description="taken off the logits of tokens that the answer has already"
+    )
+    frequency_penalty: Penalty | None = Field(None, description="the same, for each time that it has them")
+    repetition_penalty: float | None = Field(
+        None, ge=0.01, le=100, description="above 1, tokens that prompt or answer have become less likely"
+    )
+    logit_bias: LogitBias | None = Field(None, description="id of a token -> what is added to its logit")
+    min_p: float | None = Field(
+        None, ge=0, le=1, description="leave out tokens less likely than this share of the most likely one"
+    )
+
+
+class ChatFields(Penalized):
     """The fields of a chat completion that have an effect."""
 
     messages: Annotated[list[MessageParam], FIRST_ERROR]

@@ -20,7 +20,7 @@ from mpic.api.completion import ChatCompletion
 from mpic.api.requests import ChatRequest, MessageParam
 from mpic.cancel import Cancelled, checkpoint
 from mpic.engine.base import Delta, GenerationRequest, GenerationUsage, RetrievalRound, Sampling
-from mpic.errors import MPICError, UnsupportedParameter
+from mpic.errors import BadRequest, MPICError, UnsupportedParameter
 from mpic.http import errors
 from mpic.http.body import write
 from mpic.http.errors import CLIENT_CLOSED
@@ -162,6 +162,7 @@ async def _answer(
         rounds=None if body.mpic.retrieval.mode == "off" else rounds,
         tools=offers_tools(body),
         unlinked=handles.unlinked,
+        ignored=("store",) if body.store else (),
     )
 
     def count(usages: Mapping[int, GenerationUsage]) -> GenerationUsage:
@@ -272,7 +273,7 @@ def prepare(
     own = sorted({chunk.file_id for chunk in prompt.chunks if chunk.owner == user and chunk.file_id})
     exists = partial(state.library.files.check_exist, user, own) if own else None
     id = f"chatcmpl-{uuid.uuid4().hex}"
-    sampling, trace = sampling_of(body), body.mpic.trace
+    sampling, trace = sampling_of(body, state.template), body.mpic.trace
     if search is not None and search.trigger == "confidence" and sampling.logprobs is None:
         sampling = replace(sampling, logprobs=0)
     return GenerationRequest(id, prompt, policy, sampling, user, trace, search, exists, form), rounds
@@ -310,8 +311,12 @@ def _resolver(state: State, user: str) -> LibraryResolver:
     )
 
 
-def sampling_of(body: ChatRequest) -> Sampling:
-    """Return the sampling parameters of a request."""
+def sampling_of(body: ChatRequest, template: ChatTemplate) -> Sampling:
+    """Return the sampling parameters of a request. Raise BadRequest for a bias of a token that there is not."""
+    size = len(template.tokenizer)
+    for id in body.logit_bias or ():
+        if int(id) >= size:
+            raise BadRequest(f"the tokenizer has the tokens 0 to {size - 1}", param=f"logit_bias.{id}")
     one_call = offers_tools(body) and body.parallel_tool_calls is False
     return Sampling(
         max_tokens=body.max_completion_tokens or body.max_tokens,
@@ -319,6 +324,11 @@ def sampling_of(body: ChatRequest) -> Sampling:
         top_p=1.0 if body.top_p is None else body.top_p,
         top_k=body.mpic.top_k or max(body.top_k or 0, 0),
         seed=body.seed,
+        min_p=body.min_p or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        logit_bias=tuple((int(id), bias) for id, bias in (body.logit_bias or {}).items() if bias),
         stop=(*body.stops, CLOSE) if one_call else body.stops,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         ignore_eos=body.mpic.ignore_eos,
