@@ -24,6 +24,7 @@ Names = Annotated[dict[str, Name], Field(max_length=64)]
 Retention = Literal["in_memory", "in-memory", "24h"]
 Tier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 CacheOptions = dict[Literal["mode", "ttl"], Literal["implicit", "explicit", "30m"]]
+Verbosity = Literal["low", "medium", "high"]
 Prediction = dict[Literal["type", "content"], str | list[Any]]
 Detail = Literal["auto", "low", "high", "original"]
 
@@ -57,7 +58,6 @@ class OpenAIField:
 
 LEGACY = "use tools"
 ONE_TIER = "there is one tier"
-VERBOSITY = "say it in the prompt"
 
 
 OPENAI_FIELDS: tuple[OpenAIField, ...] = (
@@ -129,7 +129,14 @@ OPENAI_FIELDS: tuple[OpenAIField, ...] = (
         ("no", 1),
     ),
     OpenAIField("user", Name, "a text", "who asks is known from the key", ("someone", ""), (5, {})),
-    OpenAIField("verbosity", Literal["medium"], "medium", VERBOSITY, ("medium",), ("low",)),
+    OpenAIField(
+        "verbosity",
+        Verbosity,
+        "low, medium or high",
+        "say it in the prompt (`usage.mpic.ignored` names it unless it is medium)",
+        ("low", "medium", "high"),
+        ("none", 1),
+    ),
     OpenAIField("web_search_options", None, "", "references are searched with mpic.retrieval", no=({},)),
     OpenAIField(
         "detail",

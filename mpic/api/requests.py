@@ -413,7 +413,10 @@ class ChatFields(Penalized):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     n: StrictInt | None = Field(
-        None, ge=1, le=16, description="number of answers; more than one needs a temperature"
+        None,
+        ge=1,
+        le=16,
+        description="number of answers; more than one have a temperature of 1 if none is given",
     )
     seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**63 - 16)
     top_k: StrictInt | None = Field(None, ge=-1, le=2**31 - 1, description="`mpic.top_k`; -1, too, is all")
@@ -425,7 +428,7 @@ class ChatFields(Penalized):
         None, description="false: an answer ends after its first tool call"
     )
     reasoning_effort: Effort | None = Field(
-        None, description="for a chat template that reads it; refused for others"
+        None, description="for a chat template that reads it; others take `none` alone"
     )
     chat_template_kwargs: TemplateOptions | None = Field(
         None,

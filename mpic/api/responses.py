@@ -10,13 +10,13 @@ from mpic.api.base import ClosedObject, Deleted, one_of
 from mpic.api.completion import MPICUsage, TokenLogprob
 from mpic.api.openai_fields import (
     ONE_TIER,
-    VERBOSITY,
     CacheOptions,
     Detail,
     Name,
     Names,
     Retention,
     Tier,
+    Verbosity,
 )
 from mpic.api.requests import FIRST_ERROR, Answered, Effort, MPICOptions, Penalty, Strict, only
 
@@ -153,7 +153,10 @@ class TextFormat(Strict):
 
 class TextOptions(Strict):
     format: TextFormat | None = None
-    verbosity: Annotated[Literal["medium"] | None, only(VERBOSITY)] = None
+    verbosity: Verbosity | None = Field(
+        None,
+        description="changes nothing: say it in the prompt (`usage.mpic.ignored` names it unless it is medium)",
+    )
 
 
 class ReasoningOptions(Strict):

@@ -426,6 +426,9 @@ def openai_agents():
         )
         run = lambda agent, said=HELLO: agents.Runner.run_sync(agent, said, max_turns=3)
         yield f"{short}", lambda a=agent, r=run: r(a(instructions="Be brief."))
+        default = agents.models.get_default_model_settings("gpt-5.1")
+        default = {"model_settings": default.resolve(agents.ModelSettings(max_tokens=60))}
+        yield f"{short} default settings", lambda a=agent, r=run, d=default: r(a(**d))
         required = agents.ModelSettings(max_tokens=200, tool_choice="required", parallel_tool_calls=False)
         tools = {"tools": [agents.function_tool(get_weather)], "model_settings": required}
         yield f"{short} tools", lambda a=agent, r=run, t=tools: r(a(**t), "Rain?")

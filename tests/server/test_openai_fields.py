@@ -200,3 +200,39 @@ async def test_an_answer_that_was_to_be_stored_says_that_it_is_not(server):
     stored = await server.ask(store=True, metadata={"a": "b"})
     assert stored.json()["usage"]["mpic"]["ignored"] == ["store"]
     assert "ignored" not in (await server.ask(store=False)).json()["usage"]["mpic"]
+
+
+async def test_a_verbosity_that_was_asked_for_is_named_as_ignored_in_both_of_openais_dialects(server):
+    ignored = lambda answer: answer.json()["usage"]["mpic"].get("ignored")
+    assert ignored(await server.ask(verbosity="low", store=True)) == ["store", "verbosity"]
+    assert ignored(await server.ask(verbosity="medium")) is None
+    asked = {"input": "hello", "text": {"verbosity": "high"}, "store": True}
+    assert ignored(await server.http.post("/v1/responses", json=asked)) == ["text.verbosity"]
+
+
+async def test_no_effort_is_taken_of_a_model_that_does_not_think(server):
+    assert (await server.ask(reasoning_effort="none")).status_code == 200
+
+
+async def test_no_effort_is_what_a_template_is_told_that_knows_efforts(thinking):
+    await thinking.ask(reasoning_effort="none")
+    assert ends_with(thinking)[0] == "[none]"
+
+
+async def test_no_effort_switches_thinking_off_in_a_template_that_knows_no_efforts(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = THINKING.replace("reasoning_effort", "effort")
+    async with fake_server(tmp_path, ChatTemplate(tokenizer, image_token="<image>")) as server:
+        assert (await server.ask(reasoning_effort="none")).status_code == 200
+        assert ends_with(server)[0] == "<think></think>"
+        kept = {"enable_thinking": True}
+        await server.ask(reasoning_effort="none", chat_template_kwargs=kept)
+        assert ends_with(server)[0] == ""
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_several_answers_are_drawn_at_openais_temperature_where_none_is_given(server, path):
+    said = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    assert len((await server.http.post(path, json={**said, "n": 2})).json()["choices"]) == 2
+    await server.http.post(path, json=said)
+    assert [request.sampling.temperature for request in server.engine.requests] == [1.0, 1.0, 0.0]

@@ -240,7 +240,7 @@ REFUSED = [
     ({"reasoning": {"effort": "low"}}, "reasoning.effort", "unsupported_parameter"),
     ({"include": ["all"]}, "include[0]", "unsupported_parameter"),
     ({"frequency_penalty": 3}, "frequency_penalty", "bad_request"),
-    ({"text": {"verbosity": "low"}}, "text.verbosity", "unsupported_parameter"),
+    ({"text": {"verbosity": "silent"}}, "text.verbosity", "bad_request"),
     ({"text": {"format": {"type": "json_schema"}}}, "text.format", "bad_request"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported_parameter"),
     ({"tools": [WEATHER]}, "tools", "unsupported_parameter"),

@@ -64,7 +64,7 @@ PROBES: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (2,),
     "top_p": (0.9,),
     "user": ("alice",),
-    "verbosity": ("low",),
+    "verbosity": ("low", "medium"),
     "web_search_options": ({},),
 }
 """For each parameter a value that asks for something and, after it, values that ask for the usual."""

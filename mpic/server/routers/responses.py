@@ -44,6 +44,7 @@ RENAMED = {
     "response_format.json_schema.schema": "text.format.schema",
     "tool_choice.function.name": "tool_choice.name",
     "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
 }
 GIVEN_BACK = (
     "instructions", PREVIOUS, "max_output_tokens", "max_tool_calls", "temperature", "top_p", "user",
@@ -94,6 +95,7 @@ class ResponsesDialect(Translation):
         fields: dict[str, Any] = {name: getattr(asked, name) for name in same}
         fields |= {"messages": dialect.messages, "max_tokens": asked.max_output_tokens}
         fields["stream_options"] = {"include_usage": True} if asked.stream else None
+        fields["verbosity"] = asked.text.verbosity if asked.text else None
         fields["logprobs"] = bool(asked.top_logprobs) or LOGPROBS in (asked.include or ())
         fields["reasoning_effort"] = asked.reasoning.effort if asked.reasoning else None
         dialect._tools(fields)

@@ -59,7 +59,7 @@ class TextDialect(Translation):
         self.places = {"messages": PROMPT}
 
     def prepare(self, body: ChatRequest, state: State, user: str, handles: Handles) -> chat.Prepared:
-        if (body.n or 1) > 1 and not body.temperature:
+        if (body.n or 1) > 1 and body.temperature == 0:
             raise UnsupportedParameter(chat.SAME_ANSWERS, param="n")
         policy = named_policy(state.config.engine.policy) or state.auto.default
         sampling = chat.sampling_of(body, state.template)
