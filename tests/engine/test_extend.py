@@ -235,7 +235,7 @@ def test_random_batches_of_requests_that_search_equal_the_oracle(seed, make_engi
 
 def test_repetition_is_penalized_of_references_that_came_in_the_middle_of_an_answer(make_engine):
     engine, (a, document, _) = make_engine(), chunks_of("llama")
-    prompt, penalty = prompt_of(ids(1, 6), a, ids(4, 4)), {"repetition_penalty": 3.0}
+    prompt, penalty = prompt_of(ids(1, 6), a, ids(4, 4)), {"repetition_penalty": 0.1}  # repeats
     call = logits_of(ask(engine, prompt, "full", SAID, **penalty), SAID)[0]
     lookup = Lookup(call, document)
     found = ask(engine, prompt, "full", SAID + 8, lookup, **penalty).result().token_ids[SAID:]
