@@ -224,7 +224,7 @@ class ResponsesRequest(Strict):
         None,
         ge=0,
         le=20,
-        description="alternatives to report beside each token; above 0, `include` asks for them",
+        description="alternatives to report beside each token; above 0, these are included without `include`",
     )
     context_management: Annotated[Nothing | None, only("nothing is left out of a conversation")] = None
     conversation: Annotated[None, only("use previous_response_id")] = None

@@ -34,7 +34,8 @@ HTML = re.compile(
 )
 """The beginning of a web page. No part is tried twice: thousands of comments could be joined in countless ways."""
 FIELD = re.compile(rb"(?:[!-9;-~]+:[^\r\n]*\r?\n(?:[ \t][^\r\n]*\r?\n)*)+\r?\n")
-"""The header of an e-mail (RFC 5322): fields, of which each may go on in lines that begin with a space, and no line."""
+"""The header of an e-mail (RFC 5322): fields, each of which may go on in lines that begin with a space, then an empty
+line."""
 SENDER, DATE = (re.compile(rb"^%s:" % name, re.I | re.M) for name in (b"From", b"Date"))
 WRITTEN = ("html", "eml")
 """Formats that are text to begin with."""

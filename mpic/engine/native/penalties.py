@@ -7,7 +7,7 @@ Everything is sparse: a row is changed at the tokens that the request names or h
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -89,7 +89,7 @@ def adjusted(logits: torch.Tensor, options: Sequence[Sampling], seen: Sequence[S
     return logits
 
 
-def _change(logits: torch.Tensor, changes: Sequence[tuple], function) -> None:
+def _change(logits: torch.Tensor, changes: Sequence[tuple], function: Callable[..., torch.Tensor]) -> None:
     """Replace logits of some tokens by a function of them and of numbers beside them.
 
     Args:
@@ -101,9 +101,8 @@ def _change(logits: torch.Tensor, changes: Sequence[tuple], function) -> None:
     tokens, *numbers = (
         np.concatenate(column) for column in zip(*(change[1:] for change in changes), strict=True)
     )
-    known = (tokens >= 0) & (
-        tokens < logits.shape[1]
-    )  # a tokenizer may have more tokens than the model can give
+    # a tokenizer may have more tokens than the model can give
+    known = (tokens >= 0) & (tokens < logits.shape[1])
     columns = {str(i): column[known].astype(np.float32) for i, column in enumerate(numbers)}
     table = upload({"rows": np.concatenate(rows)[known], "tokens": tokens[known], **columns}, logits.device)
     at = table["rows"], table["tokens"]

@@ -180,9 +180,8 @@ class Request:
             copied = self.spec.sampling.repetition_penalty != 1
             order = runtime.preparer.order(prepared, self._max_tokens - len(self._generated), copied)
             prompt = token_prompt(order.ids(prepared.ids()), order.salt(self._salt))
-        if (
-            self._generated and self.spec.sampling.counts_answers
-        ):  # vLLM would count them as a part of the prompt
+        # vLLM would take what has been generated for a part of the prompt
+        if self._generated and self.spec.sampling.counts_answers:
             raise Unavailable("the answer was interrupted, and its penalties cannot go on: ask again")
         params = self._params(order.params() if order is not None else None)
         first_token = 0.0
