@@ -28,7 +28,7 @@ override ENGINE_SUFFIX := $(if $(filter-out native,$(ENGINE)),-$(ENGINE))
 INPUTS := $(addprefix $(ROOT)/,pyproject.toml setup.py constraints.txt tools/mend_torchvision.py tools/setup_vllm.py) \
   $(wildcard $(ROOT)/locked/*.txt)
 
-.PHONY: help setup setup-dev setup-lab setup-docs setup-vllm setup-smollm2 serve test parity fuzz soak soak-load demo bench bench-gpu report-gpu models screenshots docs image lint lock format clean
+.PHONY: help setup setup-dev setup-lab setup-docs setup-vllm setup-smollm2 serve test parity fuzz soak soak-load clients demo bench bench-gpu report-gpu models screenshots docs image lint lock format clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -54,6 +54,9 @@ fuzz: setup-dev ## run schemathesis against a live server, many examples per ope
 soak: setup-dev ## kill a server SOAK (50) times during uploads, and test many more torn and reordered writes
 	@cd "$(ROOT)" && "$(BIN)/python" -m pytest tests/library/test_kill.py tests/library/test_crash.py \
 	  --soak $(SOAK) --timeout 0 $(ARGS)
+
+clients: setup-dev ## install stock clients (openai, anthropic, LangChain, LlamaIndex, ...) in var/clients and run their quick starts (CLIENTS="openai" for some)
+	@cd "$(ROOT)" && PYTHONPATH=tests "$(BIN)/python" tests/clients/run.py $(CLIENTS)
 
 soak-load: setup-dev ## run 64 streaming clients on the demo model for SOAK_SECONDS (600); fails on a leak
 	@cd "$(ROOT)" && "$(BIN)/python" -m pytest tests/server/test_load.py -s --load-seconds $(SOAK_SECONDS) --timeout 7200 $(ARGS)

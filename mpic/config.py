@@ -74,6 +74,8 @@ class ServerConfig:
         cors_origins: origins whose pages may call from a browser, such as https://app.example.org, comma-separated; *
             allows any, and needs API keys.
         port: 0 lets the system choose.
+        model_names: names that the model answers to beside its own, such as gpt-4o-mini, comma-separated; * is any
+            name. Answers have its own.
         root_path: the path at which a reverse proxy shows the server, such as /mpic, if the proxy does not send it as
             X-Forwarded-Prefix.
         max_body_bytes: largest JSON body (data URLs count).
@@ -99,6 +101,7 @@ class ServerConfig:
     hosts: str = ""
     cors_origins: str = ""
     port: int = 8000
+    model_names: str = ""
     root_path: str = ""
     max_body_bytes: int = 64 * MiB
     max_body_values: int = 1 << 17
@@ -382,6 +385,11 @@ def origins(config: ServerConfig) -> list[str]:
                 param="cors_origins",
             )
     return found
+
+
+def model_names(config: ServerConfig) -> list[str]:
+    """Return the names in ``model_names``."""
+    return [name.strip() for name in config.model_names.split(",") if name.strip()]
 
 
 def proxies(config: ServerConfig) -> list[IPv4Network | IPv6Network]:

@@ -208,6 +208,9 @@ class MPICUsage(ClosedObject):
     unlinked_handles: tuple[UnlinkedHandle, ...] | None = Field(
         None, description="handles in the messages that named no file, and stayed text; 32 at most"
     )
+    ignored: tuple[str, ...] | None = Field(
+        None, description="fields of the request that were taken and had no effect, such as `store`"
+    )
     retrieval: tuple[RetrievalRound, ...] | None = Field(
         None, description="with `mpic.retrieval`: the searches made"
     )

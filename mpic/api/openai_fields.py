@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, StrictBool
 
-Zero = Annotated[float, Field(ge=0, le=0)]
-One = Annotated[float, Field(ge=1, le=1)]
 Empty = (
     Literal[False]
     | Annotated[list[Any], Field(max_length=0)]
@@ -26,6 +24,7 @@ Names = Annotated[dict[str, Name], Field(max_length=64)]
 Retention = Literal["in_memory", "in-memory", "24h"]
 Tier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 CacheOptions = dict[Literal["mode", "ttl"], Literal["implicit", "explicit", "30m"]]
+Verbosity = Literal["low", "medium", "high"]
 Prediction = dict[Literal["type", "content"], str | list[Any]]
 Detail = Literal["auto", "low", "high", "original"]
 
@@ -57,25 +56,14 @@ class OpenAIField:
         return self.kind | None if self.kind is not None else None
 
 
-PENALTY = "answers are not penalized"
 LEGACY = "use tools"
 ONE_TIER = "there is one tier"
-VERBOSITY = "say it in the prompt"
 
 
 OPENAI_FIELDS: tuple[OpenAIField, ...] = (
     OpenAIField("audio", None, "", "text comes out, nothing else", no=({"voice": "alloy"},)),
-    OpenAIField("frequency_penalty", Zero, "0", PENALTY, (0, 0.0), (0.5, "a")),
     OpenAIField("function_call", None, "", LEGACY, no=("auto",)),
     OpenAIField("functions", Empty, "an empty list", LEGACY, ([],), ([{"name": "f"}],)),
-    OpenAIField(
-        "logit_bias",
-        dict[str, Zero],
-        "an empty object, or one of zeros",
-        "logits are not changed",
-        ({}, {"50256": 0}),
-        ({"50256": -100}, [1]),
-    ),
     OpenAIField(
         "metadata",
         Names,
@@ -84,7 +72,6 @@ OPENAI_FIELDS: tuple[OpenAIField, ...] = (
         ({}, {"a": "b"}),
         ({"a": 1}, {"a": "x" * 2000}, "a"),
     ),
-    OpenAIField("min_p", Zero, "0", "use top_p or top_k", (0, 0.0), (0.1,)),
     OpenAIField(
         "modalities",
         Annotated[list[Literal["text"]], Field(fail_fast=True)],
@@ -105,7 +92,6 @@ OPENAI_FIELDS: tuple[OpenAIField, ...] = (
         ),
         ({"type": "content", "more": "a"}, "a"),
     ),
-    OpenAIField("presence_penalty", Zero, "0", PENALTY, (0,), (-1,)),
     OpenAIField(
         "prompt_cache_key", Name, "a text", "chunks are found by their content", ("x", ""), (5, "x" * 2000)
     ),
@@ -125,7 +111,6 @@ OPENAI_FIELDS: tuple[OpenAIField, ...] = (
         ("in_memory", "24h"),
         ("1y",),
     ),
-    OpenAIField("repetition_penalty", One, "1", PENALTY, (1, 1.0), (1.1,)),
     OpenAIField("safety_identifier", Name, "a text", "who asks is known from the key", ("x",), (5,)),
     OpenAIField(
         "service_tier",
@@ -135,9 +120,23 @@ OPENAI_FIELDS: tuple[OpenAIField, ...] = (
         ("auto", "default", "flex", "priority"),
         ("gold",),
     ),
-    OpenAIField("store", Literal[False], "false", "answers are not kept", (False,), (True, "no")),
+    OpenAIField(
+        "store",
+        StrictBool,
+        "true or false",
+        "answers are not kept (`usage.mpic.ignored` says so to true); those of `/v1/responses` are",
+        (False, True),
+        ("no", 1),
+    ),
     OpenAIField("user", Name, "a text", "who asks is known from the key", ("someone", ""), (5, {})),
-    OpenAIField("verbosity", Literal["medium"], "medium", VERBOSITY, ("medium",), ("low",)),
+    OpenAIField(
+        "verbosity",
+        Verbosity,
+        "low, medium or high",
+        "say it in the prompt (`usage.mpic.ignored` names it unless it is medium)",
+        ("low", "medium", "high"),
+        ("none", 1),
+    ),
     OpenAIField("web_search_options", None, "", "references are searched with mpic.retrieval", no=({},)),
     OpenAIField(
         "detail",

@@ -378,7 +378,30 @@ TemplateOptions = Annotated[
 ]
 
 
-class ChatFields(Strict):
+TokenId = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")]
+LogitBias = Annotated[
+    dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024, fail_fast=True)
+]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+class Penalized(Strict):
+    """Changes of the logits that tokens are drawn from, in OpenAI's words and in vLLM's."""
+
+    presence_penalty: Penalty | None = Field(
+        None, description="taken off the logits of tokens that the answer has already"
+    )
+    frequency_penalty: Penalty | None = Field(None, description="the same, for each time that it has them")
+    repetition_penalty: float | None = Field(
+        None, ge=0.01, le=100, description="above 1, tokens that prompt or answer have become less likely"
+    )
+    logit_bias: LogitBias | None = Field(None, description="id of a token -> what is added to its logit")
+    min_p: float | None = Field(
+        None, ge=0, le=1, description="leave out tokens less likely than this share of the most likely one"
+    )
+
+
+class ChatFields(Penalized):
     """The fields of a chat completion that have an effect."""
 
     messages: Annotated[list[MessageParam], FIRST_ERROR]
@@ -390,7 +413,10 @@ class ChatFields(Strict):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     n: StrictInt | None = Field(
-        None, ge=1, le=16, description="number of answers; more than one needs a temperature"
+        None,
+        ge=1,
+        le=16,
+        description="number of answers; more than one have a temperature of 1 if none is given",
     )
     seed: StrictInt | None = Field(None, ge=-(2**63), lt=2**63 - 16)
     top_k: StrictInt | None = Field(None, ge=-1, le=2**31 - 1, description="`mpic.top_k`; -1, too, is all")
@@ -402,7 +428,7 @@ class ChatFields(Strict):
         None, description="false: an answer ends after its first tool call"
     )
     reasoning_effort: Effort | None = Field(
-        None, description="for a chat template that reads it; refused for others"
+        None, description="for a chat template that reads it; others take `none` alone"
     )
     chat_template_kwargs: TemplateOptions | None = Field(
         None,

@@ -7,18 +7,18 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, PrivateAttr, StrictBool, StrictInt, Tag
 
 from mpic.api.base import ClosedObject, Deleted, one_of
-from mpic.api.completion import MPICUsage
+from mpic.api.completion import MPICUsage, TokenLogprob
 from mpic.api.openai_fields import (
     ONE_TIER,
-    VERBOSITY,
     CacheOptions,
     Detail,
     Name,
     Names,
     Retention,
     Tier,
+    Verbosity,
 )
-from mpic.api.requests import FIRST_ERROR, Answered, Effort, MPICOptions, Strict, only
+from mpic.api.requests import FIRST_ERROR, Answered, Effort, MPICOptions, Penalty, Strict, only
 
 THINKS = "a model thinks as its chat template says"
 Nothing = Annotated[list[Any], Field(max_length=0)]
@@ -153,7 +153,10 @@ class TextFormat(Strict):
 
 class TextOptions(Strict):
     format: TextFormat | None = None
-    verbosity: Annotated[Literal["medium"] | None, only(VERBOSITY)] = None
+    verbosity: Verbosity | None = Field(
+        None,
+        description="changes nothing: say it in the prompt (`usage.mpic.ignored` names it unless it is medium)",
+    )
 
 
 class ReasoningOptions(Strict):
@@ -168,6 +171,7 @@ class EventOptions(Strict):
 
 Included = Annotated[
     Literal[
+        "message.output_text.logprobs",
         "reasoning.encrypted_content",
         "file_search_call.results",
         "web_search_call.results",
@@ -194,6 +198,8 @@ class ResponsesRequest(Strict):
     max_output_tokens: StrictInt | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: StrictBool | None = Field(
@@ -214,7 +220,12 @@ class ResponsesRequest(Strict):
         None, description="changes nothing: a conversation that does not fit is refused"
     )
     background: Annotated[Literal[False] | None, only("answers are waited for")] = None
-    top_logprobs: Annotated[Literal[0] | None, only("chat completions have them")] = None
+    top_logprobs: StrictInt | None = Field(
+        None,
+        ge=0,
+        le=20,
+        description="alternatives to report beside each token; above 0, these are included without `include`",
+    )
     context_management: Annotated[Nothing | None, only("nothing is left out of a conversation")] = None
     conversation: Annotated[None, only("use previous_response_id")] = None
     moderation: Annotated[None, only("nothing is moderated")] = None
@@ -259,7 +270,7 @@ class OutputText(ClosedObject):
     type: Literal["output_text"]
     text: str
     annotations: tuple[()]
-    logprobs: tuple[()]
+    logprobs: tuple[TokenLogprob, ...]
 
 
 class OutputMessage(ClosedObject):
@@ -303,6 +314,9 @@ class ResponseObject(ClosedObject):
     max_tool_calls: int | None
     temperature: float | None
     top_p: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    top_logprobs: int | None
     tools: tuple[dict[str, Any], ...]
     tool_choice: Any
     parallel_tool_calls: bool

@@ -8,10 +8,11 @@ from pydantic import Field, StrictBool, StrictInt, model_validator
 
 from mpic.api.base import ClosedObject, ItemList
 from mpic.api.completion import FinishReason, Usage
-from mpic.api.openai_fields import PENALTY, Empty, Name, Zero
+from mpic.api.openai_fields import Name
 from mpic.api.requests import (
     FIRST_ERROR,
     MessageParam,
+    Penalized,
     Stops,
     StreamOptions,
     Strict,
@@ -29,7 +30,7 @@ Prompts = Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS, fail
 TokenPrompts = Annotated[list[Tokens], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
 
 
-class CompletionRequest(Strict):
+class CompletionRequest(Penalized):
     """Text to go on from. It is the whole prompt: the chat template is not applied, control strings in it are control
     tokens, and handles link nothing."""
 
@@ -46,13 +47,26 @@ class CompletionRequest(Strict):
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     user: Name | None = None
-    best_of: Annotated[Literal[1] | None, only("all answers are given")] = None
-    echo: Annotated[Literal[False] | None, only("an answer does not repeat its prompt")] = None
-    frequency_penalty: Annotated[Zero | None, only(PENALTY)] = None
-    logit_bias: Annotated[dict[str, Zero] | None, only("logits are not changed")] = None
-    logprobs: Annotated[Empty | None, only("chat completions have them")] = None
-    presence_penalty: Annotated[Zero | None, only(PENALTY)] = None
+    top_k: StrictInt | None = Field(None, ge=-1, le=2**31 - 1, description="0 and -1: all tokens")
+    best_of: StrictInt | None = Field(None, ge=1, le=16, description="n, or left out: all answers are given")
+    echo: StrictBool | None = Field(None, description="answers begin with the prompt; not with logprobs")
+    logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | Literal[False] | None = Field(
+        None, description="alternatives to report beside each token of the answer"
+    )
     suffix: Annotated[Literal[""] | None, only("the model writes at the end")] = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise WrongField("best_of", "best_of must be n: all answers are given")
+        if self.echo and self.alternatives is not None:
+            raise WrongField("echo", "echo and logprobs do not go together: those of prompts are not kept")
+        return self
+
+    @property
+    def alternatives(self) -> int | None:
+        """Return ``logprobs`` where it asks for any."""
+        return None if self.logprobs is False else self.logprobs
 
     @property
     def prompts(self) -> list[Any]:
@@ -61,11 +75,20 @@ class CompletionRequest(Strict):
         return [self.prompt] if one else [*self.prompt]
 
 
+class TextLogprobs(ClosedObject):
+    """The tokens of an answer, or of the part of it that an event adds; `text_offset` counts from its start."""
+
+    tokens: tuple[str, ...]
+    token_logprobs: tuple[float, ...]
+    top_logprobs: tuple[dict[str, float], ...]
+    text_offset: tuple[int, ...]
+
+
 class TextChoice(ClosedObject):
     index: int
     text: str
     finish_reason: FinishReason | None
-    logprobs: None = None
+    logprobs: TextLogprobs | None = None
 
 
 class TextCompletion(ClosedObject):

@@ -272,12 +272,22 @@ class LogResolver:
 
     def inline_file(self, data: bytes, label: str | None) -> list[Chunk]:
         from mpic.library import Limits
-        from mpic.library.intake.decode import HEAD, encoding_of, is_document, read_pages, sniff
+        from mpic.library.intake.decode import (
+            HEAD,
+            decode_text,
+            encoding_of,
+            is_document,
+            read_document,
+            sniff,
+        )
 
         if sniff(data[:HEAD]) == "image":
             return [self.inline_image(data)]
-        format = "" if is_document(data) else encoding_of(data)
-        return [self.inline_text(page, label) for page in read_pages(data, Limits(), format)]
+        limits, document = Limits(), is_document(data)
+        pages = (
+            read_document(data, limits).pages if document else [decode_text(data, limits, encoding_of(data))]
+        )
+        return [self.inline_text(page, label) for page in pages]
 
 
 def _unopened() -> Any:

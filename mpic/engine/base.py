@@ -28,6 +28,12 @@ class Sampling:
     Args:
         max_tokens: most new tokens; None: up to the model's context.
         top_k: 0 keeps all tokens; at most ``MOST_TOP_K``.
+        min_p: leaves out tokens less likely than this share of the most likely one, 0 to 1, before top-k and top-p.
+        presence_penalty, frequency_penalty: taken off the logits of tokens that the answer has already, once and for
+            each time.
+        repetition_penalty: divides the logits above 0 of tokens that prompt or answer have, and multiplies others; 1
+            changes nothing.
+        logit_bias: (token, number that is added to its logit), each token once.
         logprobs: number of alternatives to report beside each chosen token (0..20); None reports nothing.
         stop: strings that end generation; they are not part of the answer.
         ignore_eos: generate up to ``max_tokens`` (benchmarks).
@@ -41,6 +47,26 @@ class Sampling:
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     ignore_eos: bool = False
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def counts_answers(self) -> bool:
+        """Return whether logits depend on how often the answer has a token."""
+        return bool(self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def penalizes(self) -> bool:
+        """Return whether logits depend on the tokens before."""
+        return self.counts_answers or self.repetition_penalty != 1
+
+    @property
+    def adjusts(self) -> bool:
+        """Return whether logits change before a token is drawn from them."""
+        return bool(self.penalizes or self.logit_bias or (self.min_p and self.temperature))
 
 
 class Hit(NamedTuple):

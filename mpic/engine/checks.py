@@ -30,6 +30,11 @@ def check_sampling(sampling: Sampling) -> None:
         ("temperature", math.isfinite(s.temperature) and s.temperature >= 0, "0 or more"),
         ("top_p", 0 < s.top_p <= 1, "above 0 and at most 1"),
         ("top_k", 0 <= s.top_k <= MOST_TOP_K, f"0 to {MOST_TOP_K}"),
+        ("min_p", 0 <= s.min_p <= 1, "0 to 1"),
+        ("presence_penalty", abs(s.presence_penalty) <= 2, "-2 to 2"),
+        ("frequency_penalty", abs(s.frequency_penalty) <= 2, "-2 to 2"),
+        ("repetition_penalty", 0.01 <= s.repetition_penalty <= 100, "0.01 to 100"),
+        ("logit_bias", all(abs(bias) <= 100 for _, bias in s.logit_bias), "-100 to 100"),
         ("logprobs", s.logprobs is None or s.logprobs >= 0, "0 or more"),
     ):
         if not good:

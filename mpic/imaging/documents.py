@@ -1,5 +1,5 @@
-"""Reads the text of PDF and Office files, page by page, in a decoding process: parsers of hostile bytes need bounds of
-memory and time (``worker``).
+"""Reads the text of PDF and Office files, web pages and e-mails in a decoding process: parsers of hostile bytes need
+bounds of memory and time (``worker``).
 
 A slide and a sheet are pages, too. A page begins with a line ``[page N]``, so that it is never blank and an answer can
 cite it. Documents of Word have no pages before they are laid out; they are one text in Markdown.
@@ -7,6 +7,7 @@ cite it. Documents of Word have no pages before they are laid out; they are one 
 
 from __future__ import annotations
 
+import re
 import zipfile
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -28,6 +29,19 @@ INSTALL = "pip install 'mpic[documents]'"
 SIGNATURES = (b"%PDF-", b"PK\x03\x04", b"\xd0\xcf\x11\xe0")
 PARTS = {"word/document.xml": "docx", "ppt/presentation.xml": "pptx", "xl/workbook.xml": "xlsx"}
 """Files inside a ZIP that identify the kind of document."""
+HTML = re.compile(
+    rb"(?:\xef\xbb\xbf)?\s*+(?>(?:<\?xml[^>]*>|<!--(?>.*?-->))\s*+)*+<(?:!doctype\s+html|html)\b", re.I | re.S
+)
+"""The beginning of a web page. No part is tried twice: thousands of comments could be joined in countless ways."""
+FIELD = re.compile(rb"(?:[!-9;-~]+:[^\r\n]*\r?\n(?:[ \t][^\r\n]*\r?\n)*)+\r?\n")
+"""The header of an e-mail (RFC 5322): fields, each of which may go on in lines that begin with a space, then an empty
+line."""
+SENDER, DATE = (re.compile(rb"^%s:" % name, re.I | re.M) for name in (b"From", b"Date"))
+WRITTEN = ("html", "eml")
+"""Formats that are text to begin with."""
+WRITTEN_HEAD = 16 << 10
+"""Bytes by which they are told."""
+NOT_READ = ("script", "style", "template", "svg", "img")
 MOST_XML = 64 << 20
 """Maximum bytes of XML unpacked from an Office document. Parsers take up to a second per two million bytes."""
 PAGED = ("pdf", "pptx", "xlsx", "ods", "xls")
@@ -51,7 +65,7 @@ class DocumentText(NamedTuple):
     """The content of a document.
 
     Args:
-        format: ``pdf``, ``docx``, ``pptx``, ``xlsx``, ``ods`` or ``xls``.
+        format: ``pdf``, ``docx``, ``pptx``, ``xlsx``, ``ods``, ``xls``, ``html`` or ``eml``.
         pages: the text of each page; of a document without pages all of its text.
     """
 
@@ -81,7 +95,8 @@ def read(data: FileBytes, rules: DocumentRules) -> DocumentText:
         raise
     except ImportError as error:
         raise NoDocumentReader(
-            f"Office documents need packages that are not installed here: {INSTALL}", param="file"
+            f"Office documents need packages that are not installed here: {INSTALL}",
+            param="file",
         ) from error
     except MemoryError:
         raise
@@ -111,7 +126,19 @@ def _bounded(texts: Iterable[str], paged: bool, rules: DocumentRules) -> Iterato
         )
 
 
+def written(data: FileBytes) -> str:
+    """Return ``html`` or ``eml`` if that is what a text is, and an empty string otherwise. Other texts are read as they
+    are: neither a name nor a stated type makes one of them."""
+    head = data[:WRITTEN_HEAD]
+    if HTML.match(head):
+        return "html"
+    fields = FIELD.match(head)
+    return "eml" if fields and SENDER.search(fields[0]) and DATE.search(fields[0]) else ""
+
+
 def _format(data: FileBytes) -> str:
+    if format := written(data):
+        return format
     if data.startswith(b"%PDF-"):
         return "pdf"
     if data.startswith(b"\xd0\xcf\x11\xe0"):
@@ -160,6 +187,39 @@ def _docx(data: FileBytes) -> Iterator[str]:
     no_picture = mammoth.images.img_element(lambda image: {})
     html = mammoth.convert_to_html(stream(data), convert_image=no_picture).value
     yield markdownify.markdownify(html, heading_style="ATX", strip=["img"])
+
+
+def _html(data: FileBytes) -> Iterator[str]:
+    yield _markdown(data[:])
+
+
+def _markdown(html: bytes | str) -> str:
+    """Return a web page in Markdown, with its title and without its pictures and programs."""
+    import bs4
+    import markdownify
+
+    page = bs4.BeautifulSoup(html, "html.parser")
+    for tag in page(NOT_READ):
+        tag.decompose()
+    title = page.title.extract().get_text(" ", strip=True) if page.title else ""
+    text = markdownify.MarkdownConverter(heading_style="ATX").convert_soup(page)
+    return re.sub(r"\n{3,}", "\n\n", f"{title}\n\n{text}").strip()
+
+
+def _eml(data: FileBytes) -> Iterator[str]:
+    """Yield an e-mail: who wrote it to whom, its text, and the names of what is attached, which is not read."""
+    import email
+    import email.policy
+
+    mail = email.message_from_bytes(data[:], policy=email.policy.default)
+    lines = [f"{name}: {mail[name]}" for name in ("From", "To", "Cc", "Date", "Subject") if mail[name]]
+    body = mail.get_body(("plain", "html"))
+    text = "" if body is None else body.get_content()
+    if body is not None and body.get_content_type() == "text/html":
+        text = _markdown(text)
+    for part in mail.iter_attachments() if mail.is_multipart() else ():
+        lines.append(f"Attachment: {part.get_filename() or part.get_content_type()}")
+    yield "\n".join([*lines, "", text.replace("\r\n", "\n")])
 
 
 def _pptx(data: FileBytes) -> Iterator[str]:
@@ -217,4 +277,11 @@ def _table(rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(lines)
 
 
-READERS = {"pdf": _pdf, "docx": _docx, "pptx": _pptx, **dict.fromkeys(("xlsx", "ods", "xls"), _sheets)}
+READERS = {
+    "html": _html,
+    "eml": _eml,
+    "pdf": _pdf,
+    "docx": _docx,
+    "pptx": _pptx,
+    **dict.fromkeys(("xlsx", "ods", "xls"), _sheets),
+}

@@ -96,7 +96,7 @@ class ChatTemplate:
             UnsupportedParameter: the template does not read one of them.
         """
         for name in options:
-            if name in self._reserved or name not in self._words:
+            if not self.reads(name):
                 field = name if name == "reasoning_effort" else f"chat_template_kwargs.{name}"
                 raise UnsupportedParameter(
                     f"{cut(field)} is not supported: the model's chat template does not read it", param=field
@@ -104,6 +104,10 @@ class ChatTemplate:
         chosen = copy.copy(self)
         chosen._options = options
         return chosen
+
+    def reads(self, name: str) -> bool:
+        """Return whether the template reads a variable that clients may give."""
+        return name in self._words and name not in self._reserved
 
     @cached_property
     def _words(self) -> frozenset[str]:

@@ -43,6 +43,7 @@ class CompletionWriter:
         rounds: searches made before the answer; None when the request wants no retrieval.
         tools: finds calls of tools in the text.
         unlinked: handles in the request that stayed text, and why.
+        ignored: fields of the request that had no effect.
     """
 
     id: str
@@ -55,6 +56,7 @@ class CompletionWriter:
     rounds: tuple[RetrievalRound, ...] | None = None
     tools: bool = False
     unlinked: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
     _parsers: dict[int, ToolCallParser] = field(init=False, default_factory=dict)
     _tokens: dict[int, tuple[str, list[int] | None]] = field(init=False, default_factory=dict)
 
@@ -133,6 +135,8 @@ class CompletionWriter:
         }
         if self.unlinked:
             ours["unlinked_handles"] = [{"handle": h, "reason": why} for h, why in self.unlinked.items()]
+        if self.ignored:
+            ours["ignored"] = list(self.ignored)
         if self.rounds is not None:
             ours["retrieval"] = [*map(_round, self.rounds), *_later_rounds(usage)]
         if self.trace:

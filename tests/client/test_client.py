@@ -210,8 +210,8 @@ def test_the_servers_errors_are_raised_here(client, stream):
         ask([{"role": "user", "content": [{"type": "image", "handle": "NOBODY"}]}])
     with pytest.raises(mpic.ContextLengthExceeded):
         ask("x" * 5000)
-    with pytest.raises(mpic.UnsupportedParameter, check=lambda error: error.param == "verbosity"):
-        ask(extra_body={"verbosity": "low"})
+    with pytest.raises(mpic.UnsupportedParameter, check=lambda error: error.param == "modalities"):
+        ask(extra_body={"modalities": ["audio"]})
     with pytest.raises(mpic.ModelNotFound):
         ask(model="other")
     with pytest.raises(TypeError, match="unknown option 'polcy'"):

@@ -450,3 +450,45 @@ def test_memory_for_the_next_step_is_provided_after_a_step_and_only_while_nothin
     until(lambda: len(asked) >= 3)
     assert set(asked) == {(512, False)}
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "processors"),
+    [
+        ({"repetition_penalty": 3.0}, []),
+        ({"presence_penalty": -2.0, "frequency_penalty": -0.5}, [(-2.0, -0.5)]),
+        ({"repetition_penalty": 1.5, "frequency_penalty": -1.5}, [(0.0, -1.5)]),
+    ],
+)
+def test_penalties_count_what_transformers_does_the_words_of_chunks_too(make_engine, changes, processors):
+    whole = [token for segment in PROMPT.segments for token in getattr(segment, "chunk", segment).token_ids]
+
+    def penalized(presence, frequency):
+        def process(read, logits):
+            times = torch.bincount(read[0, len(whole) :], minlength=logits.shape[1])
+            return logits - frequency * times - presence * (times > 0)
+
+        return process
+
+    stock, plain = family("llama").stock, answer(make_engine(), PROMPT, "full", 16)
+    expected = stock.generate(
+        torch.tensor([whole]),
+        attention_mask=torch.ones(1, len(whole)),
+        do_sample=False,
+        max_new_tokens=16,
+        eos_token_id=None,
+        pad_token_id=0,
+        repetition_penalty=changes.get("repetition_penalty"),
+        logits_processor=[penalized(*one) for one in processors],
+    )
+    found = answer(make_engine(), PROMPT, "full", 16, **changes)
+    assert list(found.token_ids) == expected[0, len(whole) :].tolist()
+    assert found.token_ids != plain.token_ids
+
+
+def test_penalties_go_on_where_a_request_is_decoded_ahead_and_beside_others(make_engine):
+    engine, changes = make_engine(), {"repetition_penalty": 2.0, "presence_penalty": 1.0}
+    alone = answer(engine, PROMPT, "full", 16, **changes)
+    together = [request_of(PROMPT, "full", 16, **options) for options in (changes, {}, changes)]
+    found = [stream.result().token_ids for stream in submit_together(engine, together)]
+    assert found == [alone.token_ids, answer(engine, PROMPT, "full", 16).token_ids, alone.token_ids]

@@ -231,3 +231,14 @@ def test_random_batches_of_requests_that_search_equal_the_oracle(seed, make_engi
         assert got_ids[: len(call)] == call
         rest = got_ids[len(call) :], got[len(call) :]
         assert_same(rest, extended(name, prompt, policy, call, Lookup(call), *found))
+
+
+def test_repetition_is_penalized_of_references_that_came_in_the_middle_of_an_answer(make_engine):
+    engine, (a, document, _) = make_engine(), chunks_of("llama")
+    prompt, penalty = prompt_of(ids(1, 6), a, ids(4, 4)), {"repetition_penalty": 0.1}  # repeats
+    call = logits_of(ask(engine, prompt, "full", SAID, **penalty), SAID)[0]
+    lookup = Lookup(call, document)
+    found = ask(engine, prompt, "full", SAID + 8, lookup, **penalty).result().token_ids[SAID:]
+    whole = from_the_start(prompt, call, lookup.insert([Hit(document, {})], 1))
+    assert found == ask(make_engine(), whole, "full", 8, **penalty).result().token_ids
+    assert found != ask(make_engine(), whole, "full", 8).result().token_ids

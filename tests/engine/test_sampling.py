@@ -6,12 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engine_kit import text_chunk
 from sampling_reference import SequentialSampler
 
 from mpic.engine.base import Sampling
 from mpic.engine.native import sampling
 from mpic.engine.native.sampling import Sampler, choose
 from mpic.errors import IntegrityError
+from mpic.prompt.segments import ChunkSegment, TextSegment
 
 OPTIONS = [
     {"temperature": 0.0},
@@ -27,6 +29,20 @@ OPTIONS = [
     {"temperature": 2.0, "top_k": 2000, "top_p": 0.9},
     {"temperature": 0.9, "top_k": 300, "top_p": 0.7},
     {"temperature": 1.0, "top_k": 10**9, "top_p": 0.5},
+]
+
+
+PENALTIES = [
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": -0.7, "temperature": 0.9},
+    {"repetition_penalty": 1.3},
+    {"repetition_penalty": 0.8, "temperature": 1.1, "top_p": 0.8},
+    {"logit_bias": ((2, 4.5), (0, -100.0))},
+    {"min_p": 0.2, "temperature": 1.5},
+    {"min_p": 0.01, "temperature": 2.0, "top_k": 40, "top_p": 0.9},
+    {"min_p": 1.0, "temperature": 1.0},
+    {"presence_penalty": -0.5, "frequency_penalty": 0.4, "repetition_penalty": 1.7, "logit_bias": ((1, 3.0),)}
+    | {"min_p": 0.05, "temperature": 0.7},
 ]
 
 
@@ -64,6 +80,37 @@ def test_a_batch_draws_the_tokens_of_the_sequential_sampler(logits_of, vocabular
         logits = logits_of(len(together), vocabulary)
         expected = [sampler(row)[0] for sampler, row in zip(alone, logits, strict=True)]
         assert [token for token, _ in choose(logits, together)] == expected
+
+
+@pytest.mark.parametrize("vocabulary", [3, 300, 6001])
+@pytest.mark.parametrize("logits_of", [peaked, with_equals, banned])
+def test_penalties_biases_and_min_p_are_those_of_transformers_beside_rows_without_any(logits_of, vocabulary):
+    torch.manual_seed(vocabulary)
+    options = [*PENALTIES, *OPTIONS[:6]]
+    prompt = torch.randint(vocabulary, (40,)).tolist()
+    alone = [SequentialSampler(Sampling(seed=i, **one), prompt) for i, one in enumerate(options)]
+    together = both(options)[1]
+    for sampler in together:
+        sampler.seen.read([TextSegment(tuple(prompt[:9])), ChunkSegment(text_chunk(prompt[9:]))])
+    base, differ = logits_of(len(together), vocabulary), 0
+    for _ in range(24):
+        logits = base + torch.randn(len(together), vocabulary) * 0.5  # tokens come again and again
+        expected = [sampler(row) for sampler, row in zip(alone, logits.clone(), strict=True)]
+        kept = logits.clone()
+        found = [token for token, _ in choose(logits, together)]
+        assert found == [token for token, _ in expected]
+        assert torch.equal(logits, kept), "the model's own logits stay"
+        differ += sum(int(row.argmax()) != token for row, token in zip(logits[:5:2], found[:5:2]))
+        for sampler, token in zip(together, found, strict=True):
+            sampler.seen.write(token)
+    assert differ, "penalties change greedy answers"
+
+
+def test_logprobs_are_the_models_own_whatever_is_penalized():
+    logits = torch.tensor([[1.0, 2.0, 3.0]])
+    [(token, logprob)] = choose(logits, both([{"logit_bias": ((2, -100.0),), "logprobs": 1}])[1])
+    assert token == 1 and logprob.top[0][0] == 2
+    assert logprob.logprob == pytest.approx(float(logits.log_softmax(-1)[0, 1]))
 
 
 def test_more_tokens_than_the_candidates_are_kept_when_they_have_to_be(monkeypatch):

@@ -6,6 +6,7 @@ from unittest.mock import Mock
 import pytest
 from server_helpers import fake_server, refusal
 
+from mpic.config import Config, ServerConfig
 from mpic.errors import EngineStopped
 
 
@@ -85,3 +86,31 @@ async def test_shutdown_closes_engine_and_library(tmp_path, template):
     assert engine.closed
     async with fake_server(tmp_path, template):  # the library's folder was let go
         pass
+
+
+async def test_the_model_answers_to_the_names_that_an_administrator_lists(tmp_path, template):
+    config = Config(server=ServerConfig(model_names="gpt-4o-mini, org/model, fake"))
+    async with fake_server(tmp_path, template, config=config) as server:
+        listed = (await server.http.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in listed] == ["fake", "gpt-4o-mini", "org/model"]
+        assert (await server.http.get("/v1/models/org/model")).json() == listed[2]
+        said = {"max_tokens": 9, "messages": [{"role": "user", "content": "hello"}]}
+        for path, body in {
+            "/v1/chat/completions": said,
+            "/v1/messages": said,
+            "/v1/messages/count_tokens": {"messages": said["messages"]},
+            "/v1/responses": {"input": "hello"},
+            "/v1/completions": {"prompt": "hello"},
+            "/tokenize": {"prompt": "hello"},
+        }.items():
+            answer = await server.http.post(path, json={**body, "model": "gpt-4o-mini"})
+            assert answer.status_code == 200 and answer.json().get("model", "fake") == "fake", path
+            refused = await server.http.post(path, json={**body, "model": "gpt-4o"})
+            assert refused.status_code == 404 and "model_names" in refused.json()["error"]["message"], path
+
+
+async def test_a_star_takes_any_name_of_the_model_and_lists_none(tmp_path, template):
+    async with fake_server(tmp_path, template, config=Config(server=ServerConfig(model_names="*"))) as server:
+        assert [m["id"] for m in (await server.http.get("/v1/models")).json()["data"]] == ["fake"]
+        assert (await server.ask(model="anything")).status_code == 200
+        assert (await server.http.get("/v1/models/anything")).json()["id"] == "anything"

@@ -116,7 +116,7 @@ async def test_pasted_and_found_text_links_no_upload(server, mode):
         ({"mpic": {"press": "snapkv-100"}}, 400, "unknown_press", "mpic.press"),
         ({"mpic": {"press": "snapkv-50", "policy": "full"}}, 400, "unsupported_parameter", "mpic.press"),
         ({"model": "gpt-4o"}, 404, "model_not_found", "model"),
-        ({"n": 2}, 400, "unsupported_parameter", "n"),
+        ({"n": 2, "temperature": 0}, 400, "unsupported_parameter", "n"),
     ],
 )
 async def test_refused_fields(server, fields, status, code, param):

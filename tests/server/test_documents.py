@@ -19,6 +19,8 @@ from mpic.errors import DocumentTooCostly, NoDocumentReader
 from mpic.imaging import decoder as decoder_module
 from mpic.imaging import documents
 from mpic.kv.chunk import ChunkKey
+from mpic.library import Limits
+from mpic.library.intake.decode import read_pages
 from mpic_lab.demo import running_server
 
 REPORT = [f"Chapter {i}.\nThe code of chapter {i} is {i * 37}." for i in range(1, 8)]
@@ -273,6 +275,8 @@ async def test_damaged_documents_are_refused_or_read_within_bounds(server, monke
         slides("x"),
         sheets(A=[["x", 1]]),
         ods([["x", "1"]]),
+        PAGE.encode(),
+        MAIL.encode(),
     ]
     for number in range(300 + 100 * fuzz):
         data = originals[number % len(originals)]
@@ -305,3 +309,95 @@ def test_a_report_of_200_pages_is_asked_about_by_page_and_reused_after_a_restart
                 chunk.tokens for chunk in answer.usage.mpic.chunks
             ]
     assert counts[0].reused == counts[1].reused > 100 and counts[1].compiled == 0
+
+
+PAGE = """<!DOCTYPE html>
+<html><head><title>The manual &amp; more</title><meta charset="utf-8"><style>p {color: red}</style></head>
+<body><script>alert(1)</script><h1>Grüße</h1><p>The code is <b>37</b>.</p><img src="data:image/png;base64,AAAA">
+<ul><li>one</li><li><a href="https://example.org/a">two</a></li></ul>
+<table><tr><th>a</th><th>b</th></tr><tr><td>1</td><td>2</td></tr></table></body></html>
+"""
+MAIL = """Received: from a by b\r
+From: =?utf-8?q?J=C3=B6rg?= <joerg@example.org>\r
+To: anna@example.org\r
+Subject: The\r
+ meeting\r
+Date: Mon, 2 Mar 2026 10:00:00 +0100\r
+MIME-Version: 1.0\r
+Content-Type: multipart/mixed; boundary=x\r
+\r
+--x\r
+Content-Type: text/html; charset=utf-8\r
+Content-Transfer-Encoding: quoted-printable\r
+\r
+<p>At <b>noon</b>, see=20you.</p>\r
+--x\r
+Content-Type: application/pdf\r
+Content-Disposition: attachment; filename="plan.pdf"\r
+\r
+%PDF\r
+--x--\r
+"""
+READ = {
+    "html": (PAGE, "The manual & more\n\n# Grüße\n\nThe code is **37**.\n\n* one\n"
+             "* [two](https://example.org/a)\n\n| a | b |\n| --- | --- |\n| 1 | 2 |"),
+    "eml": (MAIL, "From: Jörg <joerg@example.org>\nTo: anna@example.org\nDate: Mon, 02 Mar 2026 10:00:00 +0100\n"
+            "Subject: The meeting\nAttachment: plan.pdf\n\nAt **noon**, see you."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("begins", ["\ufeff", " \n<?xml version='1.0'?>\n<!-- a > b --><!--->-->\n"])
+def test_a_web_page_is_known_behind_a_mark_and_comments(begins):
+    assert documents.written((begins + "<HTML lang=en>").encode()) == "html"
+
+
+@pytest.mark.parametrize("format", READ)
+async def test_web_pages_and_mails_are_read_as_markdown_uploaded_and_inline(server, format):
+    source, text = READ[format]
+    file = await server.uploaded(source.encode(), "a.txt", handle="A")
+    assert (file["kind"], file["format"], file.get("pages")) == ("text", format, None)
+    await server.ask("FILE#A What?")
+    assert [chunk.key for chunk in linked(server)] == [ChunkKey.of_text(text)]
+    inline = {"type": "file", "file": {"file_data": data_url(source.encode(), "application/octet-stream")}}
+    await server.ask([inline, {"type": "text", "text": "What?"}])
+    assert [chunk.key for chunk in linked(server)] == [ChunkKey.of_text(text)]
+    content = await server.http.get(f"/v1/files/{file['id']}/content")
+    assert content.content == source.encode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<p>A part of a page</p>",
+        "From: here to there, a story. Date: unknown.\n\nOnce upon a time.",
+        "From: a\nTo: b\n\nno date",
+        "From a@b Mon Mar 2\nFrom: a@b\nDate: Mon, 2 Mar 2026 10:00:00 +0100\n\na mailbox",
+        "print('<html>')",
+        "<!---->" * 200 + "comments",
+    ],
+)
+async def test_other_texts_are_read_as_they_are(server, text):
+    file = await server.uploaded(text.encode(), "page.html", handle="A")
+    assert file.get("format") is None
+    await server.ask("FILE#A What?")
+    assert [chunk.key for chunk in linked(server)] == [ChunkKey.of_text(text)]
+
+
+def test_a_web_page_that_an_earlier_version_took_as_text_stays_what_it_was():
+    assert read_pages(PAGE.encode(), Limits(), "") == [PAGE]
+    assert read_pages(PAGE.encode(), Limits(), "html") == [READ["html"][1]]
+
+
+@pytest.mark.parametrize(
+    ("source", "code"),
+    [
+        ("<html>" + "<div>" * 50_000, "invalid_document"),
+        ("<html><script>1</script></html>", "no_text"),
+        ("From: a\nDate: b\nContent-Type: multipart/mixed\n\n\n", None),
+        ("From: a\nDate: b\nContent-Type: text/plain; charset=nonsense\n\nhello", "invalid_document"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+async def test_hostile_pages_and_mails_are_refused_by_code(server, source, code):
+    answer = await server.upload(source.encode(), "a.html")
+    assert answer.status_code == 200 if code is None else refusal(answer)[1] == code, answer.text

@@ -150,3 +150,89 @@ async def test_top_k_and_many_stops_reach_the_engine(server):
     assert server.engine.requests[0].sampling.stop == tuple(stops)
     assert refused_field(await server.ask(top_k=5, mpic={"top_k": 6})) == (400, "bad_request", "top_k")
     assert refused_field(await server.ask(stop=[*stops, "x"])) == (400, "bad_request", "stop")
+
+
+PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.2, "min_p": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "names"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}, PENALTIES),
+        ("/v1/completions", {"prompt": "hello"}, PENALTIES),
+        ("/v1/responses", {"input": "hello"}, ("presence_penalty", "frequency_penalty")),
+    ],
+)
+async def test_penalties_reach_the_engine_in_every_dialect_that_has_them(server, path, said, names):
+    wanted = {name: PENALTIES[name] for name in names}
+    bias = {} if path == "/v1/responses" else {"logit_bias": {"65": -100, "66": 0, "67": 2.5}}
+    answer = await server.http.post(path, json={**said, **wanted, **bias})
+    assert answer.status_code == 200, answer.text
+    sampling = server.engine.requests[-1].sampling
+    assert {name: getattr(sampling, name) for name in names} == wanted
+    assert sampling.logit_bias == (((65, -100.0), (67, 2.5)) if bias else ())
+    plain = await server.http.post(path, json=said)
+    assert plain.status_code == 200 and not server.engine.requests[-1].sampling.adjusts
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"frequency_penalty": "a"}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e9}, "repetition_penalty"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"logit_bias": {"65": 101}}, "logit_bias.65"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias.99999"),
+        ({"logit_bias": {"hello": 1}}, "logit_bias"),
+        ({"logit_bias": {"065": 1}}, "logit_bias"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+    ],
+)
+async def test_penalties_out_of_range_and_tokens_that_there_are_not_are_refused_by_name(
+    server, fields, field
+):
+    assert refused_field(await server.ask(**fields)) == (400, "bad_request", field)
+
+
+async def test_an_answer_that_was_to_be_stored_says_that_it_is_not(server):
+    stored = await server.ask(store=True, metadata={"a": "b"})
+    assert stored.json()["usage"]["mpic"]["ignored"] == ["store"]
+    assert "ignored" not in (await server.ask(store=False)).json()["usage"]["mpic"]
+
+
+async def test_a_verbosity_that_was_asked_for_is_named_as_ignored_in_both_of_openais_dialects(server):
+    ignored = lambda answer: answer.json()["usage"]["mpic"].get("ignored")
+    assert ignored(await server.ask(verbosity="low", store=True)) == ["store", "verbosity"]
+    assert ignored(await server.ask(verbosity="medium")) is None
+    asked = {"input": "hello", "text": {"verbosity": "high"}, "store": True}
+    assert ignored(await server.http.post("/v1/responses", json=asked)) == ["text.verbosity"]
+
+
+async def test_no_effort_is_taken_of_a_model_that_does_not_think(server):
+    assert (await server.ask(reasoning_effort="none")).status_code == 200
+
+
+async def test_no_effort_is_what_a_template_is_told_that_knows_efforts(thinking):
+    await thinking.ask(reasoning_effort="none")
+    assert ends_with(thinking)[0] == "[none]"
+
+
+async def test_no_effort_switches_thinking_off_in_a_template_that_knows_no_efforts(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = THINKING.replace("reasoning_effort", "effort")
+    async with fake_server(tmp_path, ChatTemplate(tokenizer, image_token="<image>")) as server:
+        assert (await server.ask(reasoning_effort="none")).status_code == 200
+        assert ends_with(server)[0] == "<think></think>"
+        kept = {"enable_thinking": True}
+        await server.ask(reasoning_effort="none", chat_template_kwargs=kept)
+        assert ends_with(server)[0] == ""
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_several_answers_are_drawn_at_openais_temperature_where_none_is_given(server, path):
+    said = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    assert len((await server.http.post(path, json={**said, "n": 2})).json()["choices"]) == 2
+    await server.http.post(path, json=said)
+    assert [request.sampling.temperature for request in server.engine.requests] == [1.0, 1.0, 0.0]

@@ -218,6 +218,19 @@ def test_the_oldest_make_room_of_one_user_and_of_all(monkeypatch):
     assert found() == {"a": ["two"]} and responses._bytes == {"a": 40}
 
 
+@pytest.mark.parametrize("fields", [{"include": ["message.output_text.logprobs"]}, {"top_logprobs": 2}])
+async def test_log_probabilities_stand_in_the_text_whole_and_streamed(server, fields):
+    body = (await send(server, **fields)).json()
+    assert_shape(ResponseObject, body)
+    found = body["output"][0]["content"][0]["logprobs"]
+    assert [one["logprob"] for one in found] == [-0.5] * len(ANSWER.split(" "))
+    assert {len(one["top_logprobs"]) for one in found} == {fields.get("top_logprobs", 0)}
+    events = frames((await send(server, **fields, stream=True)).text)
+    parts = [event["logprobs"] for name, event in events if name == "response.output_text.delta"]
+    assert [one for part in parts for one in part] == found
+    assert events[-1][1]["response"]["output"][0]["content"][0]["logprobs"] == found
+
+
 # ---- refusals
 
 REFUSED = [
@@ -225,8 +238,9 @@ REFUSED = [
     ({"background": True}, "background", "unsupported_parameter"),
     ({"conversation": "conv_1"}, "conversation", "unsupported_parameter"),
     ({"reasoning": {"effort": "low"}}, "reasoning.effort", "unsupported_parameter"),
-    ({"include": ["message.output_text.logprobs"]}, "include[0]", "unsupported_parameter"),
-    ({"text": {"verbosity": "low"}}, "text.verbosity", "unsupported_parameter"),
+    ({"include": ["all"]}, "include[0]", "unsupported_parameter"),
+    ({"frequency_penalty": 3}, "frequency_penalty", "bad_request"),
+    ({"text": {"verbosity": "silent"}}, "text.verbosity", "bad_request"),
     ({"text": {"format": {"type": "json_schema"}}}, "text.format", "bad_request"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported_parameter"),
     ({"tools": [WEATHER]}, "tools", "unsupported_parameter"),

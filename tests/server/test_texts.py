@@ -65,16 +65,47 @@ async def test_a_stream_has_text_completions_and_the_usage_last(server):
     assert frames[-1]["choices"] == [] and frames[-1]["usage"]["completion_tokens"] == WORDS
 
 
+async def test_echoed_answers_begin_with_their_own_prompts(server, template):
+    ids = template.tokenizer.encode("two", add_special_tokens=False)
+    whole = (await complete(server, ["one ", "three "], echo=True, n=2, best_of=2, temperature=1)).json()
+    begins = ["one "] * 2 + ["three "] * 2
+    assert [choice["text"] for choice in whole["choices"]] == [begin + ANSWER for begin in begins]
+    frames, _ = events((await complete(server, [ids], echo=True, stream=True)).text)
+    assert frames[0]["choices"][0]["text"] == "two"
+    assert "".join(frame["choices"][0]["text"] for frame in frames) == "two" + ANSWER
+    for frame in (whole, *frames):
+        assert_shape(TextCompletion, frame)
+
+
+@pytest.mark.parametrize("asked", [0, 2])
+async def test_log_probabilities_have_the_older_form_whole_and_streamed(server, asked):
+    body = (await complete(server, ["a", "b"], logprobs=asked, max_tokens=3)).json()
+    assert_shape(TextCompletion, body)
+    for choice in Completion.model_validate(body).choices:
+        found = choice.logprobs
+        assert len(found.tokens) == len(found.token_logprobs) == 3 and set(found.token_logprobs) == {-0.5}
+        assert found.text_offset == [sum(map(len, found.tokens[:i])) for i in range(3)]
+        tops = [len({token, *map(chr, range(asked))} - {""}) for token in found.tokens]
+        assert (
+            all(token in top for token, top in zip(found.tokens, found.top_logprobs)) and max(tops) >= asked
+        )
+    streamed, _ = events((await complete(server, "a", logprobs=asked, max_tokens=3, stream=True)).text)
+    parts = [frame["choices"][0]["logprobs"] for frame in streamed if frame["choices"][0]["logprobs"]]
+    joined = {name: [one for part in parts for one in part[name]] for name in parts[0]}
+    assert joined == body["choices"][0]["logprobs"]
+
+
 @pytest.mark.parametrize(
     ("fields", "field", "code"),
     [
-        ({"echo": True}, "echo", "unsupported_parameter"),
-        ({"logprobs": 1}, "logprobs", "unsupported_parameter"),
+        ({"echo": True, "logprobs": 0}, "echo", "bad_request"),
+        ({"logprobs": 21}, "logprobs", "bad_request"),
         ({"suffix": "end"}, "suffix", "unsupported_parameter"),
-        ({"best_of": 3}, "best_of", "unsupported_parameter"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_parameter"),
+        ({"best_of": 3}, "best_of", "bad_request"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "bad_request"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias.99999", "bad_request"),
         ({"nonsense": 1}, "nonsense", "unsupported_parameter"),
-        ({"n": 2}, "n", "unsupported_parameter"),
+        ({"n": 2, "temperature": 0}, "n", "unsupported_parameter"),
         ({"prompt": ""}, "prompt", "empty_prompt"),
         ({"prompt": []}, "prompt", "bad_request"),
         ({"prompt": "<image>"}, "prompt", "unsupported_modality"),
@@ -216,7 +247,7 @@ def test_the_stock_client_completes_and_embeds(keyed):
         assert "".join(p.choices[0].text for p in pieces if p.choices) == whole.choices[0].text
         assert whole.usage.completion_tokens == 5
         with pytest.raises(openai.BadRequestError) as refused:
-            client.completions.create(model="tiny", prompt="hello", echo=True)
-        assert refused.value.param == "echo"
+            client.completions.create(model="tiny", prompt="hello", suffix="end")
+        assert refused.value.param == "suffix"
         vectors = client.embeddings.create(model="clip", input=["a red square"]).data
         assert len(vectors[0].embedding) == 128

@@ -132,6 +132,11 @@ CHAT = {
     "n": 2,
     "seed": 2,
     "stop": ["x", "y"],
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.5,
+    "logit_bias": {"5": 0.5},
+    "min_p": 0.5,
     "logprobs": True,
     "top_logprobs": 2,
     "tools": [
@@ -281,7 +286,9 @@ RESPONSES = {
     "service_tier": "auto",
     "truncation": "disabled",
     "background": False,
-    "top_logprobs": 0,
+    "top_logprobs": 2,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
     "context_management": [],
     "conversation": None,
     "moderation": None,
@@ -291,18 +298,26 @@ RESPONSES = {
     "mpic": CHAT["mpic"],
 }
 COMPLETION = {
-    name: CHAT[name] for name in ("model", "max_tokens", "temperature", "top_p", "n", "seed", "stop")
+    name: CHAT[name]
+    for name in (
+        "model",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "n",
+        "seed",
+        "stop",
+        *requests.Penalized.model_fields,
+    )
 } | {
     "prompt": ["x", "y"],
     "stream": True,
     "stream_options": CHAT["stream_options"],
     "user": "x",
-    "best_of": 1,
+    "best_of": 2,
     "echo": False,
-    "frequency_penalty": 0,
-    "logit_bias": {"5": 0},
-    "logprobs": False,
-    "presence_penalty": 0,
+    "top_k": 2,
+    "logprobs": 2,
     "suffix": "",
 }
 UPLOAD = {
@@ -463,7 +478,7 @@ def test_a_wrong_value_is_named_by_its_exact_place(model):
             # a container in place of something else is wrong in one of its members, or a member is missing
             where = error.param or ""
             inside = where.startswith((written(at) + ".", written(at) + "["))
-            beside = model in (requests.ChatRequest, texts.TokenizeRequest)
+            beside = model in (requests.ChatRequest, texts.TokenizeRequest, texts.CompletionRequest)
             related = beside and where in RELATED.get(at[-1], ())
             related = related or (wrong is None and is_type_of_item(at))
             assert related or (inside and isinstance(wrong, dict | list)), (
@@ -477,6 +492,7 @@ def test_a_wrong_value_is_named_by_its_exact_place(model):
 
 RELATED = {
     "role": ("messages[0].tool_call_id", "messages[1].tool_calls", "messages[2].tool_call_id"),
+    "n": ("best_of",),
     "max_tokens": ("max_tokens",),
     "max_completion_tokens": ("max_tokens",),
     "stream": ("stream_options",),

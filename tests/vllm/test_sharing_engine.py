@@ -70,3 +70,31 @@ def test_a_shared_chunk_whose_file_is_damaged_is_compiled_again(bench, native):
     answer = bench.ask(prompt, "legolink-0")
     assert answer.token_ids == expected and whole(answer.usage)
     assert bench.counters()["load_failures"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"repetition_penalty": 4.0},  # of tokens in chunks, too
+        {"presence_penalty": 2.0, "frequency_penalty": 1.0},
+        {"logit_bias": ((591, -100.0), (20, 6.0))},  # the first would be the most likely
+        {"min_p": 1.0, "temperature": 1.0},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_penalties_and_biases_change_answers_as_in_the_native_engine(bench, native, asked, changes):
+    prompt = bench.prompt(MANIFEST["questions"][0]["messages"])
+    settings = {"ignore_eos": True, **changes}
+    ours, theirs = bench.ask(prompt, "mpic-16", **settings), bench.ask(prompt, "mpic-16", native, **settings)
+    assert ours.token_ids == theirs.token_ids
+    plain = bench.ask(prompt, "mpic-16", ignore_eos=True)
+    assert (ours.token_ids == plain.token_ids) == ("min_p" in changes), "the best token alone is greedy"
+
+
+def test_a_search_in_the_middle_of_an_answer_is_refused_where_vllm_would_forget_its_words(bench):
+    from mpic.errors import UnsupportedParameter
+
+    request = bench.request(bench.prompt("?"), "mpic-16", retrieval=object(), presence_penalty=1.0)
+    with pytest.raises(UnsupportedParameter) as refused:
+        bench.engine.submit(request)
+    assert refused.value.param == "mpic.retrieval.mode"

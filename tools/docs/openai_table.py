@@ -17,6 +17,7 @@ USED = {
     "messages", "model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature", "top_p",
     "n", "seed", "stop", "logprobs", "top_logprobs", "tools", "parallel_tool_calls", "tool_choice", "response_format",
     "structured_outputs", "reasoning_effort", "top_k", "chat_template_kwargs",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_p",
 }  # fmt: skip
 """Parameters that do here what they do at OpenAI, or in vLLM."""
 
@@ -28,7 +29,7 @@ PROBES: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0.5, 0),
     "function_call": ("none",),
     "functions": ([{"name": "look_up"}], []),
-    "logit_bias": ({"50256": -100}, {}),
+    "logit_bias": ({"5": -100}, {}),
     "logprobs": (True,),
     "max_completion_tokens": (16,),
     "max_tokens": (16,),
@@ -63,7 +64,7 @@ PROBES: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (2,),
     "top_p": (0.9,),
     "user": ("alice",),
-    "verbosity": ("low",),
+    "verbosity": ("low", "medium"),
     "web_search_options": ({},),
 }
 """For each parameter a value that asks for something and, after it, values that ask for the usual."""

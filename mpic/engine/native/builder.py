@@ -116,6 +116,7 @@ class RequestBuilder:
             arrived=arrived,
             max_tokens=self._max_tokens(spec, prompt),
         )
+        request.sampler.seen.read(segments)
         request.usage.policy = policy.name
         count_prompt(request.usage, plan)
         return request

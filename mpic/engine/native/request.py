@@ -256,6 +256,7 @@ class Request(Rows):
         self._place_next()
         self.ids.append(token)
         self.items.append(token)
+        self.sampler.seen.write(token)
         self.usage.completion_tokens += 1
 
     @contextmanager
@@ -286,6 +287,7 @@ class Request(Rows):
         """Append the tokens that retrieval inserts."""
         n = len(self.ids)
         self.prompt, self.max_tokens = prompt, max_tokens
+        self.sampler.seen.read(prompt.segments)
         self.positions = torch.cat([self.positions[:, :n], own.positions], 1)
         self.embedded = [*self.embedded, *(EmbeddedTokens(e.start + n, *e[1:]) for e in own.embedded)]
         self.ids += own.ids

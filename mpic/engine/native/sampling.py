@@ -2,9 +2,9 @@
 back.
 
 A request draws one number in [0, 1) for each token, from a generator of its own on the host. Its token is where the
-distribution function over the vocabulary (after temperature, top-k and top-p) passes that number. So, given the logits,
-results depend on the seed alone, not on the batch or the device. ``tests/sampling_reference.py`` is the same for one
-request, slow and obvious.
+distribution function over the vocabulary (after ``penalties``, temperature, top-k and top-p) passes that number. So,
+given the logits, results depend on the seed alone, not on the batch or the device. ``tests/sampling_reference.py`` is
+the same for one request, slow and obvious.
 
 Nothing sorts the vocabulary in the usual case: whatever top-k and top-p keep is nearly always among the ``CANDIDATES``
 most likely tokens. The returned token also tells whether that was the case, so the host need not wait for the device to
@@ -23,6 +23,7 @@ import torch
 from torch.nn.functional import pad
 
 from mpic.engine.base import Sampling, TokenLogprob
+from mpic.engine.native.penalties import Seen, adjusted
 from mpic.errors import IntegrityError
 from mpic.kernels.upload import send, upload
 
@@ -53,12 +54,13 @@ class Sampler:
     can change a result; a preempted request keeps it.
 
     Attributes:
+        seen: the tokens before, for penalties.
         wide: number of further tokens for which the candidates are not tried, because they were too few for the last
             ones.
     """
 
     def __init__(self, sampling: Sampling) -> None:
-        self.sampling, self.wide = sampling, 0
+        self.sampling, self.seen, self.wide = sampling, Seen(sampling), 0
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         self._generator = torch.Generator().manual_seed(seed)
 
@@ -96,7 +98,8 @@ class Drawing:
         self, logits: torch.Tensor, samplers: Sequence[Sampler], mask: torch.Tensor | None = None
     ) -> None:
         self._own, self._samplers = logits, samplers
-        self._logits = logits if mask is None else _masked(logits, mask)
+        masked = logits if mask is None else _masked(logits, mask)
+        self._logits = adjusted(masked, [s.sampling for s in samplers], [s.seen for s in samplers])
         self._numbers = [0.0 if s.sampling.temperature == 0 else s.next() for s in samplers]
         self.tokens: torch.Tensor | None = None
         self.found: list[int] = []

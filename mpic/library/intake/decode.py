@@ -16,7 +16,7 @@ from mpic.imaging.clip_header import STILL_BRANDS, container, is_animated
 from mpic.imaging.clips import FRAME_PIXELS, Clip, ClipRules, Sample
 from mpic.imaging.decoder import decoder
 from mpic.imaging.documents import SIGNATURES as DOCUMENTS
-from mpic.imaging.documents import DocumentRules, DocumentText
+from mpic.imaging.documents import WRITTEN, DocumentRules, DocumentText, written
 from mpic.imaging.pixels import ImageRules
 from mpic.imaging.stored_file import FileBytes
 from mpic.kv.chunk import ChunkKey, Kind
@@ -229,13 +229,13 @@ def check_text_size(size: int, limits: Limits) -> None:
         raise TooLarge(f"the text has {size} bytes, the limit is {limits.text_bytes}", param="file")
 
 
-def is_document(head: FileBytes) -> bool:
-    """Return whether the first bytes of a text are those of a PDF, of a ZIP or of an old Office document."""
-    return head.startswith(DOCUMENTS)
+def is_document(data: FileBytes) -> bool:
+    """Return whether a text begins as a PDF, a ZIP, an old Office document, a web page or an e-mail."""
+    return data.startswith(DOCUMENTS) or bool(written(data))
 
 
 def read_document(data: FileBytes, limits: Limits = DEFAULT, patient: bool = False) -> DocumentText:
-    """Return the text of a PDF or Office document, which another process reads.
+    """Return the text of a document, which another process reads.
 
     Args:
         patient: wait even if too many others do.
@@ -251,12 +251,13 @@ def read_pages(data: FileBytes, limits: Limits, format: str = "") -> list[str]:
     """Return the text of an original, by page; of one without pages all of it.
 
     Args:
-        format: how it holds its text (``File.format``).
+        format: how it holds its text (``File.format``). Web pages and e-mails of earlier versions have none, and are
+            read as they are.
 
     Raises:
         As ``read_document`` and ``decode_text``.
     """
-    if is_document(data):
+    if data.startswith(DOCUMENTS) or format in WRITTEN:
         return read_document(data, limits, patient=True).pages
     return [decode_text(data[:], limits, format)]
 

@@ -7,7 +7,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextvars import Context
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from mpic.api.completion import ChatCompletion
 from mpic.api.requests import ChatRequest, MessageParam
 from mpic.cancel import Cancelled, checkpoint
 from mpic.engine.base import Delta, GenerationRequest, GenerationUsage, RetrievalRound, Sampling
-from mpic.errors import MPICError, UnsupportedParameter
+from mpic.errors import BadRequest, MPICError, UnsupportedParameter
 from mpic.http import errors
 from mpic.http.body import write
 from mpic.http.errors import CLIENT_CLOSED
@@ -162,6 +162,7 @@ async def _answer(
         rounds=None if body.mpic.retrieval.mode == "off" else rounds,
         tools=offers_tools(body),
         unlinked=handles.unlinked,
+        ignored=tuple(dialect.place(name) or name for name in _ignored(body)),
     )
 
     def count(usages: Mapping[int, GenerationUsage]) -> GenerationUsage:
@@ -175,6 +176,14 @@ async def _answer(
         return await _whole(request, answers, writer, dialect, count, state, user.id)
     with_usage = bool(body.stream_options and body.stream_options.include_usage)
     return await _streamed(request, answers, writer, dialect, with_usage, count)
+
+
+def _ignored(body: ChatRequest) -> Iterator[str]:
+    """Yield the fields that ask for something that is not done."""
+    if body.store:
+        yield "store"
+    if body.verbosity in ("low", "high"):
+        yield "verbosity"
 
 
 async def _submitted(
@@ -225,9 +234,9 @@ def prepare(
 
     It may tokenize long texts and decode images, so it runs on a thread.
     """
-    if (body.n or 1) > 1 and not body.temperature:
+    if (body.n or 1) > 1 and body.temperature == 0:
         raise UnsupportedParameter(SAME_ANSWERS, param="n")
-    if options := template_options(body):
+    if options := template_options(body, state.template):
         state = replace(state, template=state.template.given(options))
     policy = named_policy(body.mpic.policy or state.config.engine.policy)
     press = asked_press(body, policy)
@@ -272,16 +281,19 @@ def prepare(
     own = sorted({chunk.file_id for chunk in prompt.chunks if chunk.owner == user and chunk.file_id})
     exists = partial(state.library.files.check_exist, user, own) if own else None
     id = f"chatcmpl-{uuid.uuid4().hex}"
-    sampling, trace = sampling_of(body), body.mpic.trace
+    sampling, trace = sampling_of(body, state.template), body.mpic.trace
     if search is not None and search.trigger == "confidence" and sampling.logprobs is None:
         sampling = replace(sampling, logprobs=0)
     return GenerationRequest(id, prompt, policy, sampling, user, trace, search, exists, form), rounds
 
 
-def template_options(body: ChatRequest) -> dict[str, Any]:
-    """Return the variables that a request gives to the chat template."""
+def template_options(body: ChatRequest, template: ChatTemplate) -> dict[str, Any]:
+    """Return the variables that a request gives to the chat template. No effort is what a model makes that does not
+    think, and what ``enable_thinking`` says where the template has that alone."""
     effort = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
-    return {**(body.chat_template_kwargs or {}), **effort}
+    if body.reasoning_effort == "none" and not template.reads("reasoning_effort"):
+        effort = {"enable_thinking": False} if template.reads("enable_thinking") else {}
+    return {**effort, **(body.chat_template_kwargs or {})}
 
 
 def _seen(message: MessageParam) -> dict[str, Any]:
@@ -310,15 +322,25 @@ def _resolver(state: State, user: str) -> LibraryResolver:
     )
 
 
-def sampling_of(body: ChatRequest) -> Sampling:
-    """Return the sampling parameters of a request."""
+def sampling_of(body: ChatRequest, template: ChatTemplate) -> Sampling:
+    """Return the sampling parameters of a request. Raise BadRequest for a bias of a token that there is not."""
+    size = len(template.tokenizer)
+    for id in body.logit_bias or ():
+        if int(id) >= size:
+            raise BadRequest(f"the tokenizer has the tokens 0 to {size - 1}", param=f"logit_bias.{id}")
+    several = 1.0 if (body.n or 1) > 1 else 0.0  # OpenAI's default, for answers that differ
     one_call = offers_tools(body) and body.parallel_tool_calls is False
     return Sampling(
         max_tokens=body.max_completion_tokens or body.max_tokens,
-        temperature=body.temperature or 0.0,
+        temperature=(several if body.temperature is None else body.temperature),
         top_p=1.0 if body.top_p is None else body.top_p,
         top_k=body.mpic.top_k or max(body.top_k or 0, 0),
         seed=body.seed,
+        min_p=body.min_p or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        logit_bias=tuple((int(id), bias) for id, bias in (body.logit_bias or {}).items() if bias),
         stop=(*body.stops, CLOSE) if one_call else body.stops,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         ignore_eos=body.mpic.ignore_eos,

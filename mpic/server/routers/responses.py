@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -36,6 +36,7 @@ from mpic.server.routers.translation import Parts, TranslatedRoute, Translation,
 from mpic.server.state import StateDep
 
 PREVIOUS = "previous_response_id"
+LOGPROBS = "message.output_text.logprobs"
 RENAMED = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -43,10 +44,11 @@ RENAMED = {
     "response_format.json_schema.schema": "text.format.schema",
     "tool_choice.function.name": "tool_choice.name",
     "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
 }
 GIVEN_BACK = (
     "instructions", PREVIOUS, "max_output_tokens", "max_tool_calls", "temperature", "top_p", "user",
-    "safety_identifier", "prompt_cache_key",
+    "safety_identifier", "prompt_cache_key", "presence_penalty", "frequency_penalty", "top_logprobs",
 )  # fmt: skip
 
 
@@ -86,10 +88,15 @@ class ResponsesDialect(Translation):
         else:
             for i, item in enumerate(asked.input or ()):
                 dialect._item(item, f"input[{i}]")
-        same = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "mpic")
+        same = (
+            "model", "temperature", "top_p", "stream", "parallel_tool_calls", "mpic", "presence_penalty",
+            "frequency_penalty", "top_logprobs",
+        )  # fmt: skip
         fields: dict[str, Any] = {name: getattr(asked, name) for name in same}
         fields |= {"messages": dialect.messages, "max_tokens": asked.max_output_tokens}
         fields["stream_options"] = {"include_usage": True} if asked.stream else None
+        fields["verbosity"] = asked.text.verbosity if asked.text else None
+        fields["logprobs"] = bool(asked.top_logprobs) or LOGPROBS in (asked.include or ())
         fields["reasoning_effort"] = asked.reasoning.effort if asked.reasoning else None
         dialect._tools(fields)
         dialect._format(fields)
@@ -156,7 +163,8 @@ class ResponsesDialect(Translation):
         said = choice["message"]
         self._begin(completion)
         if said["content"] or not said.get("tool_calls"):
-            self._output.append({**self._message(), "content": [_text(said["content"] or "")]})
+            part = _text(said["content"] or "", _logprobs(choice))
+            self._output.append({**self._message(), "content": [part]})
         for id, name, arguments in calls_of(said):
             self._output.append({**self._call(id, name), "arguments": arguments})
         self._end(choice["finish_reason"])
@@ -169,8 +177,8 @@ class ResponsesDialect(Translation):
                 self._begin(chunk)
                 yield self._event("response.created", response=self._body)
                 yield self._event("response.in_progress", response=self._body)
-            if delta.get("content"):
-                yield from self._more_text(delta["content"])
+            if delta.get("content") or choice["logprobs"]:
+                yield from self._more_text(delta.get("content") or "", _logprobs(choice))
             for id, name, arguments in calls_of(delta):
                 yield from self._more_call(id, name, arguments)
             if choice["finish_reason"]:
@@ -235,7 +243,7 @@ class ResponsesDialect(Translation):
         }
         return {"id": self._item_id("fc"), **fields}
 
-    def _more_text(self, text: str) -> Iterator[bytes]:
+    def _more_text(self, text: str, logprobs: Sequence[Any] = ()) -> Iterator[bytes]:
         if not self._output or self._output[-1]["type"] != "message":
             yield from self._added(self._message())
             part = _text("")
@@ -243,8 +251,9 @@ class ResponsesDialect(Translation):
             yield self._part_event("response.content_part.added", part=part)
         part = self._output[-1]["content"][0]
         part["text"] += text
-        if text:
-            yield self._part_event("response.output_text.delta", delta=text, logprobs=[])
+        part["logprobs"] += logprobs
+        if text or logprobs:
+            yield self._part_event("response.output_text.delta", delta=text, logprobs=logprobs)
 
     def _more_call(self, id: str, name: str, arguments: str) -> Iterator[bytes]:
         if id:
@@ -264,7 +273,7 @@ class ResponsesDialect(Translation):
         item = self._output[-1]
         if item["type"] == "message":
             part = item["content"][0]
-            yield self._part_event("response.output_text.done", text=part["text"], logprobs=[])
+            yield self._part_event("response.output_text.done", text=part["text"], logprobs=part["logprobs"])
             yield self._part_event("response.content_part.done", part=part)
         else:
             done = {"name": item["name"], "arguments": item["arguments"]}
@@ -308,8 +317,12 @@ class ResponsesDialect(Translation):
         return self._item_event(name, content_index=0, **fields)
 
 
-def _text(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _text(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": [*logprobs]}
+
+
+def _logprobs(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    return choice["logprobs"]["content"] if choice["logprobs"] else []
 
 
 def _as_message(item: dict[str, Any]) -> MessageParam:

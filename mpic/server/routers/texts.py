@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from mpic.api.requests import ChatRequest
+from mpic.api.requests import ChatRequest, Penalized
 from mpic.api.texts import (
     CompletionRequest,
     DetokenizedText,
@@ -42,18 +43,26 @@ PROMPT = "prompt"
 
 
 class TextDialect(Translation):
-    """Writes text completions."""
+    """Writes text completions.
 
-    def __init__(self, texts: Sequence[str | list[int]]) -> None:
+    Args:
+        echo: an answer begins with its prompt.
+    """
+
+    def __init__(self, texts: Sequence[str | list[int]], echo: bool) -> None:
         super().__init__()
-        self.texts, self.prompts = texts, len(texts)
+        self.texts, self.prompts, self._echo = texts, len(texts), echo
+        self._begins: list[str] = []  # the text in front of each answer
+        self._written: Counter[int] = (
+            Counter()
+        )  # characters of each answer, where log-probabilities are asked for
         self.places = {"messages": PROMPT}
 
     def prepare(self, body: ChatRequest, state: State, user: str, handles: Handles) -> chat.Prepared:
-        if (body.n or 1) > 1 and not body.temperature:
+        if (body.n or 1) > 1 and body.temperature == 0:
             raise UnsupportedParameter(chat.SAME_ANSWERS, param="n")
         policy = named_policy(state.config.engine.policy) or state.auto.default
-        sampling = chat.sampling_of(body)
+        sampling = chat.sampling_of(body, state.template)
         requests = []
         for i, text in enumerate(self.texts):
             if len(self.texts) > 1:  # errors name the one that is refused
@@ -61,29 +70,53 @@ class TextDialect(Translation):
             prompt = Prompt((TextSegment(_ids(text, state)),))
             check_prompt(prompt)
             requests.append(GenerationRequest(f"cmpl-{uuid.uuid4().hex}", prompt, policy, sampling, user))
+            begin = text if isinstance(text, str) else state.template.tokenizer.decode(text)
+            self._begins += [begin if self._echo else ""] * (body.n or 1)
         self.places = {"messages": PROMPT}
         return requests, ()
 
     def whole(self, completion: dict[str, Any], stop: str | None) -> dict[str, Any]:
-        return self._translated(completion, "message")
+        texts = [choice["message"]["content"] or "" for choice in completion["choices"]]
+        return self._translated(completion, [self._begins[i] + text for i, text in enumerate(texts)])
 
     def events(self, chunk: dict[str, Any], stop: str | None) -> Iterable[bytes]:
-        if any("role" in choice["delta"] for choice in chunk["choices"]):
-            return ()
-        return (event(self._translated(chunk, "delta")),)
+        texts = []
+        for choice in chunk["choices"]:
+            first = "role" in choice["delta"]
+            if first and not self._echo:
+                return ()
+            texts.append(self._begins[choice["index"]] if first else choice["delta"].get("content") or "")
+        return (event(self._translated(chunk, texts)),)
 
-    @staticmethod
-    def _translated(body: dict[str, Any], inner: str) -> dict[str, Any]:
+    def _translated(self, body: dict[str, Any], texts: Iterable[str]) -> dict[str, Any]:
         choices = [
             {
                 "index": choice["index"],
-                "text": choice[inner].get("content") or "",
+                "text": text,
                 "finish_reason": choice["finish_reason"],
-                "logprobs": None,
+                "logprobs": self._logprobs(choice),
             }
-            for choice in body["choices"]
+            for choice, text in zip(body["choices"], texts, strict=True)
         ]
         return {**body, "object": "text_completion", "choices": choices}
+
+    def _logprobs(self, choice: dict[str, Any]) -> dict[str, Any] | None:
+        """Return log-probabilities of a chat in the older form: of each token the most likely ones and itself."""
+        if not choice["logprobs"]:
+            return None
+        content, offsets = choice["logprobs"]["content"], []
+        for one in content:
+            offsets.append(self._written[choice["index"]])
+            self._written[choice["index"]] += len(one["token"])
+        return {
+            "tokens": [one["token"] for one in content],
+            "token_logprobs": [one["logprob"] for one in content],
+            "top_logprobs": [
+                {top["token"]: top["logprob"] for top in (*reversed(one["top_logprobs"]), one)}
+                for one in content
+            ],
+            "text_offset": offsets,
+        }
 
 
 def _ids(text: str | list[int], state: State) -> tuple[int, ...]:
@@ -107,9 +140,21 @@ def _ids(text: str | list[int], state: State) -> tuple[int, ...]:
 )
 async def complete(body: CompletionRequest, request: Request, state: StateDep, user: CurrentUser) -> Response:
     """Go on from a text, or from several. No chat template is applied."""
-    same = ("model", "max_tokens", "temperature", "top_p", "n", "seed", "stop", "stream", "stream_options")
-    fields = {name: getattr(body, name) for name in same}
-    dialect = TextDialect(body.prompts)
+    same = (
+        "model",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "n",
+        "seed",
+        "stop",
+        "stream",
+        "stream_options",
+        "top_k",
+    )
+    fields = {name: getattr(body, name) for name in (*same, *Penalized.model_fields)}
+    fields |= {"logprobs": body.alternatives is not None, "top_logprobs": body.alternatives}
+    dialect = TextDialect(body.prompts, bool(body.echo))
     return await chat.answer(request, dialect.chat({"messages": [], **fields}), state, user, dialect)
 
 

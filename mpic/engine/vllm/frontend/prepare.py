@@ -72,6 +72,11 @@ class PromptPreparer:
         answer."""
         check_sampling(request.sampling)
         check_grammar(request)
+        if request.retrieval is not None and request.sampling.counts_answers:
+            raise UnsupportedParameter(
+                "vLLM forgets the words of an answer that a search interrupts: use mode 'always'",
+                param="mpic.retrieval.mode",
+            )
         check_prompt(request.prompt)
         if any(chunk.kind == "video" for chunk in request.prompt.chunks):
             raise UnsupportedModality(NO_CLIPS, param="messages")
@@ -148,7 +153,7 @@ class PromptPreparer:
         sizes = ((one.tokens, one.rotary_length or one.tokens) for one in linked)
         return make_plan(segment_shapes(segments, sizes, policy), policy, decided)
 
-    def order(self, prepared: PreparedPrompt, answer: int) -> LinkOrder:
+    def order(self, prepared: PreparedPrompt, answer: int, copied: bool = False) -> LinkOrder:
         """Return the link order of a prompt whose needed chunks have files.
 
         Where chunks are shared, a link is still copied in two cases: its policy leaves holes in chunks, which would
@@ -157,10 +162,11 @@ class PromptPreparer:
 
         Args:
             answer: maximum tokens of the answer.
+            copied: copy the chunks, because the prompt must have all of their tokens.
         """
         needed = set(map(id, prepared.needed))
         files = [self._compiler.files.file(one) if id(one) in needed else None for one in prepared.linked]
-        plan, shared = prepared.plan, self._sharing
+        plan, shared = prepared.plan, self._sharing and not copied
         if shared:
             chunks = {span.source: prepared.linked[span.source] for span in plan.spans}
             tokens = {one.key: one.tokens for one in chunks.values()}

@@ -29,7 +29,7 @@ from mpic.engine.vllm.frontend.model import ModelDescription
 from mpic.engine.vllm.frontend.prepare import PreparedPrompt, PromptPreparer
 from mpic.engine.vllm.frontend.prompts import token_prompt
 from mpic.engine.vllm.wire import ANSWERED, USER
-from mpic.errors import EngineStopped, GrammarTooComplex, MPICError
+from mpic.errors import EngineStopped, GrammarTooComplex, MPICError, Unavailable
 from mpic.link import LinkPlan
 from mpic.prompt.segments import Segment, TextSegment
 
@@ -176,8 +176,13 @@ class Request:
         if prompt is None:
             self._usage.compiled += await runtime.compiler.ensure(prepared.needed, self.arrived)
             prepared.plan = runtime.preparer.plan(prepared.segments, prepared.linked, self.spec.policy)
-            order = runtime.preparer.order(prepared, self._max_tokens - len(self._generated))
+            # vLLM counts the tokens of its prompt, in which shared chunks are not
+            copied = self.spec.sampling.repetition_penalty != 1
+            order = runtime.preparer.order(prepared, self._max_tokens - len(self._generated), copied)
             prompt = token_prompt(order.ids(prepared.ids()), order.salt(self._salt))
+        # vLLM would take what has been generated for a part of the prompt
+        if self._generated and self.spec.sampling.counts_answers:
+            raise Unavailable("the answer was interrupted, and its penalties cannot go on: ask again")
         params = self._params(order.params() if order is not None else None)
         first_token = 0.0
         output, report, earlier, progress, paused = None, {}, {}, Progress(Delta("")), False
@@ -193,7 +198,7 @@ class Request:
                     break
                 if progress.delta.token_ids:
                     self.stream.put(progress.delta)
-                    if paused := self.stream.full:
+                    if paused := self.stream.full and not self.spec.sampling.counts_answers:
                         break
         ended = paused or progress.reason is not None or progress.call is not None
         if not ended and report.get("error") in REPLACEABLE and not again:
@@ -235,6 +240,11 @@ class Request:
             temperature=s.temperature,
             top_p=s.top_p,
             top_k=s.top_k,
+            min_p=s.min_p,
+            presence_penalty=s.presence_penalty,
+            frequency_penalty=s.frequency_penalty,
+            repetition_penalty=s.repetition_penalty,
+            logit_bias=dict(s.logit_bias) or None,
             # a request that continues must not repeat the same random numbers
             seed=None if seed is None else (seed + begun) & ((1 << 63) - 1),
             logprobs=s.logprobs,
