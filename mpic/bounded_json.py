@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from pydantic_core import from_json
 
 from mpic.cancel import checkpoint
 
@@ -76,6 +75,10 @@ def read(body: bytes | bytearray, bounds: Bounds) -> Any:
         UnicodeDecodeError: it is not UTF-8 (nor UTF-16 or UTF-32).
         ValueError: it is not JSON.
     """
+    from pydantic_core import (
+        from_json,  # here, because a GPU is measured on machines without it (`make report-gpu`)
+    )
+
     encoding = json.detect_encoding(bytes(body[:4]))
     if encoding != "utf-8":
         body = str(body, encoding).encode()

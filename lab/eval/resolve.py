@@ -11,7 +11,6 @@ from mpic.kv.chunk import Chunk, ChunkKey
 from mpic.library import Limits, decode_image
 from mpic.prompt import ChatTemplate
 from mpic.prompt.messages import HandleKind
-from mpic.prompt.split import Mode, Split, split_text
 
 OWNER = "eval"
 
@@ -88,6 +87,8 @@ def fitter_of(template: ChatTemplate, context: int, most: int | None) -> Callabl
 
 def splitter_of(template: ChatTemplate) -> Callable[[str, str, int], list[str]]:
     """Return KVSplit with the model's tokenizer: ``(text, mode, tokens) -> pieces``."""
+    # here, because a GPU is measured on machines without its splitter (`make report-gpu`)
+    from mpic.prompt.split import Mode, Split, split_text
 
     def split(text: str, mode: str, tokens: int) -> list[str]:
         split = Split(cast(Mode, mode), tokens)

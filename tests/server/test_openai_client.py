@@ -170,7 +170,7 @@ def test_bad_request(connect):
     for options, code in (
         ({"content": ""}, "empty_prompt"),
         ({"content": "x" * 3000}, "context_length_exceeded"),
-        ({"content": "x", "logit_bias": {"1": 2}}, "unsupported_parameter"),
+        ({"content": "x", "web_search_options": {}}, "unsupported_parameter"),
         ({"content": "x", "extra_body": {"mpic": {"policy": "best"}}}, "unknown_policy"),
         ({"content": picture("data:image/png;base64,AAAA")}, "invalid_image"),
         ({"content": picture("https://example.org/cat.png")}, "bad_request"),
