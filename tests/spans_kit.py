@@ -267,7 +267,8 @@ def _moved(call: SpanCall, dtype: torch.dtype) -> SpanCall:
 
 
 class BlockKernelTests:
-    """What every kernel for blocks over all their spans does; a module that inherits it has a fixture ``kernel``."""
+    """Tests that every kernel for blocks over all their spans must pass; a module that inherits them has a fixture
+    ``kernel``."""
 
     def test_a_row_does_not_depend_on_the_rows_and_threads_beside_it(self, kernel):
         q, calls, rotary = long_step()

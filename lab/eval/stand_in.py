@@ -269,4 +269,4 @@ WRITERS: dict[str, Callable[[Path, str, list[Drawn]], None]] = {
     "mmdu": _mmdu,
     "sparkles": _sparkles,
 }
-"""What writes each data set: the place, the subset of LongBench, the contents."""
+"""Writers by data set; each is given the path, the subset of LongBench, and the contents."""

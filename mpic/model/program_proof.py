@@ -60,7 +60,7 @@ Run = Callable[[RowInputs, torch.Tensor, Step, torch.Tensor], "torch.Tensor | No
 
 
 def use_program(loaded: LoadedModel) -> None:
-    """Has a model use its program, once it is proved; where it has none, or it is not proved, the reason is noted."""
+    """Make a model use its program if the program is proved to compute the same; otherwise note the reason."""
     loaded.program, details = None, loaded.info.details
     details[NOTE], details[TOKENS_NOTE] = "", ""
     try:

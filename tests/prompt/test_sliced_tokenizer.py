@@ -66,7 +66,7 @@ def same(kind, text):
 
 
 def test_which_tokenizers_get_their_texts_in_slices():
-    """What joins words is the vocabulary."""
+    """Only a vocabulary with tokens of several words joins words."""
     assert {kind for kind, guard in GUARDED.items() if guard.sliced.joins} == {"tokens of several words"}
 
 

@@ -95,7 +95,7 @@ BOUNDS = bounded_json.Bounds(depth=16)
 Read = Callable[..., list[Row]]
 """Runs a query on the catalogue and returns its rows (``Catalog.read``)."""
 Undone = Callable[[], None]
-"""What follows a transaction that is undone (``Catalog.if_undone``)."""
+"""Runs after a transaction was undone (``Catalog.if_undone``)."""
 
 
 @dataclass(frozen=True)
